@@ -35,6 +35,7 @@ def plan(
     policy: str | Policy = "auto",
     batch: int | None = None,
     whole_step: bool = False,
+    update: str = "device",
     placement: str | None = None,
     times: MeasuredTimes | None = None,
     backend: str = "eager",
@@ -58,6 +59,8 @@ def plan(
         policy: A name that `overspill policies` lists, with parameters as `"window:window=1GiB"`, or a policy.
         batch: Samples in a step; by default the first dimension of `inputs`.
         whole_step: Whether parameters, gradients and optimizer state may move too, as in `overspill.train_step`.
+        update: Where the optimizer's updates run: `"device"`; `"host"`, if the plan has their state in the store; or
+            `"auto"`, wherever the step is faster (docs/howto/state_in_host_memory.md).
         placement: An allocator or solver within whose peak the plan must stay.
         times: Op times that were measured on the device, in place of estimates.
         backend: `inductor`: the step as `torch.compile` runs it, from the program that Inductor writes for the CPU.
@@ -73,9 +76,11 @@ def plan(
         RequestError: For a wrong or impossible argument.
     """
     from .costs.releases import software_named  # noqa: PLC0415
+    from .policies import with_update  # noqa: PLC0415 - needs numpy and HiGHS
     from .runtime.options import Options  # noqa: PLC0415 - imports torch
     from .runtime.preview import preview  # noqa: PLC0415
 
+    policy = with_update(policy, update)
     options = Options(
         budget, policy, device=_device(device), placement=placement, times=times, backend=backend, whole_step=whole_step
     )
@@ -93,6 +98,7 @@ def compare(
     policies: Iterable[str | Policy] | None = None,
     batch: int | None = None,
     whole_step: bool = False,
+    update: str = "device",
     placement: str | None = None,
     times: MeasuredTimes | None = None,
     backend: str = "eager",
@@ -112,6 +118,7 @@ def compare(
         policies: Names that `overspill policies` lists, or policies; by default all of them.
         batch: Samples in a step.
         whole_step: Whether parameters, gradients and optimizer state may move too.
+        update: Where updates run in the plans of `auto`, see `overspill.plan`.
         placement: An allocator or solver that places all plans, or `"own"`: for each policy that of its paper.
         times: Op times that were measured on the device.
         backend: `inductor`: the step as stock `torch.compile` runs it.
@@ -127,11 +134,12 @@ def compare(
         RequestError: For a wrong or impossible argument.
     """
     from .costs.releases import software_named  # noqa: PLC0415
-    from .policies import POLICIES, policy_named  # noqa: PLC0415 - needs numpy and HiGHS
+    from .policies import POLICIES, policy_named, with_updates  # noqa: PLC0415 - needs numpy and HiGHS
     from .runtime.options import Options  # noqa: PLC0415 - imports torch
     from .runtime.preview import compare_job  # noqa: PLC0415
 
-    names = tuple(map(policy_named, POLICIES.loaded()[0] if policies is None else policies))
+    asked = POLICIES.loaded()[0] if policies is None else policies
+    names = tuple(map(policy_named, with_updates(asked, update)))
     options = Options(
         budget, device=_device(device), placement=placement, times=times, whole_step=whole_step, backend=backend
     )

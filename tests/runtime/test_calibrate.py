@@ -46,6 +46,7 @@ def test_every_figure_is_one_that_a_machine_can_have(tmp_path: Path) -> None:
         device.transfer_latency_seconds,
         device.op_overhead_seconds,
         device.transfer_host_seconds,
+        device.host_update_bytes_per_second,
     )
     assert all(math.isfinite(rate) and rate > 0 for rate in rates)
     assert 0 <= device.transfer_compute_share <= 1
@@ -58,7 +59,7 @@ def test_every_figure_is_one_that_a_machine_can_have(tmp_path: Path) -> None:
 def test_progress_is_told_as_it_is_made() -> None:
     told: list[str] = []
     calibrate(progress=told.append)
-    assert len(told) == 5
+    assert len(told) == 6
     assert all(line.startswith("measuring") for line in told)
 
 

@@ -55,6 +55,14 @@ PlacerName = Annotated[
 WholeStep = Annotated[
     bool, typer.Option("--whole-step", help="Weights, gradients and optimizer state may leave the device too.")
 ]
+Update = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Where updates run: device, host (where their state is there), or auto (wherever the step is faster).",
+        autocompletion=complete.constants("device", "host", "auto"),
+    ),
+]
 Backend = Annotated[
     str,
     typer.Option(
@@ -114,6 +122,13 @@ def check_request(budget: str | None, policy: str, out: Path | None) -> Limit:
     limit = Limit.parse(budget)
     check_writable(out)
     return limit
+
+
+def updating(policy: str, update: str) -> str:
+    """Return `policy` with its updates where `update` says. Raises RequestError."""
+    from overspill.policies import with_update
+
+    return str(with_update(policy, update))
 
 
 def check_report(report: Path | None) -> None:

@@ -19,6 +19,7 @@ from .common import (
     Narrator,
     Outcome,
     ReportFile,
+    Update,
     WholeStep,
     check_report,
     check_request,
@@ -75,6 +76,7 @@ def compare(
     budget: Budget = None,
     policies: PolicyNames = None,
     whole_step: WholeStep = False,
+    update: Update = "device",
     backend: Backend = "eager",
     placement: Placement = None,
     placers: PlacerNames = None,
@@ -87,11 +89,12 @@ def compare(
     """Compare policies on one training step: the memory that each takes, and what that costs in simulated time."""
     del json  # `main` reads it from the arguments
     from overspill.devices import load_device
+    from overspill.policies import with_updates
     from overspill.report.picture import check_plot
 
     # Check all options before torch is imported.
     begun = time.perf_counter()
-    names = policy_names(policies)
+    names = tuple(map(str, with_updates(policy_names(policies), update)))
     placing = _placer_names(placers)
     limit = check_request(budget, "auto", plot)
     if plot is not None:

@@ -23,6 +23,7 @@ from .common import (
     SnapshotFile,
     TimesFile,
     TraceFile,
+    Update,
     WholeStep,
     check_report,
     check_request,
@@ -31,6 +32,7 @@ from .common import (
     of_page,
     optional,
     quiet_torch,
+    updating,
 )
 from .failures import explain, in_options
 from .job import with_job
@@ -60,6 +62,7 @@ def plan(
     placement: PlacerName = None,
     gpu: Gpu = None,
     whole_step: WholeStep = False,
+    update: Update = "device",
     backend: Backend = "eager",
     out: PlanFile = None,
     report: ReportFile = None,
@@ -79,6 +82,7 @@ def plan(
 
     # Check all options before torch is imported.
     limit = check_request(budget, policy, out)
+    policy = updating(policy, update)
     check_writable(plot)
     check_writable(trace, ".json")
     check_writable(snapshot, ".pickle")

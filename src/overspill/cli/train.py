@@ -27,6 +27,7 @@ from .common import (
     StoreDir,
     TimesFile,
     TraceFile,
+    Update,
     WholeStep,
     check_report,
     check_request,
@@ -35,6 +36,7 @@ from .common import (
     of_page,
     optional,
     quiet_torch,
+    updating,
 )
 from .job import with_job
 
@@ -87,6 +89,7 @@ def train(
     backend: Backend = "eager",
     partition: Partition = None,
     whole_step: WholeStep = False,
+    update: Update = "device",
     device: DeviceName = None,
     out: PlanFile = None,
     times: TimesFile = None,
@@ -99,6 +102,7 @@ def train(
     """Train a model within a memory budget for some steps, on random data from a fixed seed."""
     del json  # `main` reads it from the arguments
     limit = check_request(budget, policy, out)
+    policy = updating(policy, update)
     check_writable(trace, ".json")
     check_writable(snapshot, ".pickle")
     check_report(report)

@@ -113,6 +113,11 @@ def this_cpu() -> Device:
     return replace(device, memory_bytes=physical_bytes())
 
 
+def measured_update_rate() -> float:
+    """Return the bytes per second of updates on this host, as `overspill calibrate` measured them; 0 if it has not."""
+    return this_cpu().host_update_bytes_per_second if calibrated_path().is_file() else 0.0
+
+
 def calibrated_path() -> Path:
     """Return the path of this CPU's calibrated profile: `cpu.json` in `$OVERSPILL_CACHE` or `~/.cache/overspill`."""
     folder = os.environ.get("OVERSPILL_CACHE") or "~/.cache/overspill"

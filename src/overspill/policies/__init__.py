@@ -5,6 +5,9 @@ Each is one file here, or comes from another package, as those of papers do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from copy import copy
+
 from overspill.core.errors import RequestError
 from overspill.core.registry import Registry, classes_in
 
@@ -47,6 +50,27 @@ def policy_named(name: str | Policy) -> Policy:
         raise RequestError(f"no policy is called {kind!r}: {IDEAS[kind.lower()]}")
     found = POLICIES.named(kind)
     return found(**read_parameters(kind, found.every_parameter(), text)) if colon else found()
+
+
+def with_update(policy: str | Policy, update: str) -> str | Policy:
+    """Return `policy` with its parameter `update`: where the step's updates run. Raises RequestError if it has none."""
+    if update == "device":
+        return policy
+    chosen = policy_named(policy)
+    if not any(parameter.field == "update" for parameter in chosen.parameters):
+        raise RequestError(f"update={update!r} is for the policy auto; leave out policy={chosen}")
+    changed = copy(chosen)
+    vars(changed).update(read_parameters(chosen.name, chosen.parameters, f"update={update}"))
+    return changed
+
+
+def with_updates(policies: Iterable[str | Policy], update: str) -> tuple[str | Policy, ...]:
+    """Return `policies` with the parameter `update`, those that have it. Raises RequestError if none has."""
+    found = tuple(policies)
+    has = [any(parameter.field == "update" for parameter in policy_named(one).parameters) for one in found]
+    if update != "device" and not any(has):
+        raise RequestError(f"update={update!r} is for the policy auto; name it too")
+    return tuple(with_update(one, update) if its else one for one, its in zip(found, has, strict=True))
 
 
 def policies_in(text: str) -> tuple[str, ...]:

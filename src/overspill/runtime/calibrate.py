@@ -71,6 +71,8 @@ def calibrate(store_dir: str | Path | None = None, progress: Progress | None = N
             copy_rate, overhead = _copy_rate(), _op_overhead()
             say("measuring compute beside transfers")
             share = _compute_share(engine.store)
+        say("measuring the optimizer's updates")
+        updating = _update_rate()
         say("measuring convolutions and attention")
         efficiency = _efficiency(rates["float32"])
     finally:
@@ -93,6 +95,7 @@ def calibrate(store_dir: str | Path | None = None, progress: Progress | None = N
         context_bytes=0,
         transfer_compute_share=share,
         efficiency=efficiency,
+        host_update_bytes_per_second=updating,
         link_latency_seconds=assumed.link_latency_seconds,
         link_bytes_per_second=assumed.link_bytes_per_second,
         sources=_sources() | {figure: assumed.sources[figure] for figure in link},
@@ -291,6 +294,14 @@ def _copy_rate() -> float:
     return 2 * COPY_BYTES / _fastest(source.clone, rounds=5)
 
 
+def _update_rate() -> float:
+    """Return the bytes per second that an update reads and writes: weights, gradients and two states of AdamW."""
+    parameter = torch.nn.Parameter(torch.zeros(COPY_BYTES // 4))
+    parameter.grad = torch.ones_like(parameter)
+    update = torch.optim.AdamW([parameter], fused=True)
+    return 7 * COPY_BYTES / _fastest(update.step, rounds=5)
+
+
 def _op_overhead() -> float:
     """Return the seconds of the smallest op, called as lowered graphs call it."""
     one, add = torch.ones(1), torch.ops.aten.add.Tensor
@@ -348,6 +359,7 @@ def _sources() -> dict[str, str]:
         "prefetch_bytes_per_second": store,
         "transfer_latency_seconds": "half a round trip of 4 KiB through the disk store",
         "op_overhead_seconds": "addition of two tensors of one element",
+        "host_update_bytes_per_second": f"AdamW(fused=True) on {format_bytes(COPY_BYTES)} of float32, read and written",
         "transfer_host_seconds": "time of the computing thread, half a round trip of 4 KiB through the disk store",
         "full_duplex": "both directions at once against one after the other",
         "transfer_compute_share": "matrix products beside a lane that writes and reads the disk store",

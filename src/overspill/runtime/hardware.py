@@ -20,6 +20,7 @@ from overspill.costs.library_ops import handle_bytes
 from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
 from overspill.devices import load_device, this_cpu
+from overspill.devices.loader import measured_update_rate
 from overspill.placement.allocators.caching_config import CachingConfig, text_of_environment
 from overspill.placement.allocators.planned import LIVE
 from overspill.placement.arena import ArenaAccount
@@ -47,7 +48,7 @@ def device_noun(device: torch.device) -> Device:
         known = load_device(name)
     except RequestError:
         known = replace(load_device(UNKNOWN_GPU), name=name)
-    # Memory, capability and context are this GPU's own.
+    # Memory, capability and context are this GPU's own, and the host that it is on.
     index = torch.cuda.current_device() if device.index is None else device.index
     major, minor = torch.cuda.get_device_capability(index)
     return replace(
@@ -58,6 +59,7 @@ def device_noun(device: torch.device) -> Device:
         context_bytes=_context_bytes(index, known),
         context_low_bytes=0,
         context_high_bytes=0,
+        host_update_bytes_per_second=measured_update_rate() or known.host_update_bytes_per_second,
         unified_memory=bool(torch.cuda.get_device_properties(index).is_integrated),
     )
 

@@ -22,6 +22,7 @@ from overspill.core.budget import Budget
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.core.progress import shown_in_terminal, tell_terminal
 from overspill.costs import MeasuredTimes
+from overspill.policies import with_update
 from overspill.pytorch.dynamo import InternalTorchDynamoError
 from overspill.runtime.hardware import gpu_named, planned_for
 from overspill.runtime.optimizers import unwrapped
@@ -48,6 +49,7 @@ def compile(  # noqa: A001 - named as torch.compile is
     *,
     budget: str | float | None = None,
     policy: str = "auto",
+    update: str = "device",
     store: str | None = None,
     store_dir: str | Path | None = None,
     backend: str = "eager",
@@ -75,6 +77,8 @@ def compile(  # noqa: A001 - named as torch.compile is
             and temporaries. On CUDA a size is that of the GPU, with context, library workspaces and fragmentation
             (docs/guarantees.md). A share is of the largest step so far.
         policy: A name that `overspill policies` lists.
+        update: Where the optimizer's updates run: `"device"`; `"host"`, if the plan has their state in the store; or
+            `"auto"`, wherever the step is faster (docs/howto/state_in_host_memory.md).
         store: Where bytes go: `disk` (the default) or `host` on the CPU, `pinned` on CUDA.
         store_dir: The directory of the disk store's file, which has no name and vanishes with the process.
         backend: The kernels: `eager`, PyTorch's own, or `inductor`, those of `torch.compile` (docs/compiled.md).
@@ -107,8 +111,8 @@ def compile(  # noqa: A001 - named as torch.compile is
         UnplannedError: If a call, or a part of it, ran without a plan.
     """
     options = Options(
-        budget, policy, store, store_dir, backend, planned_for(device), reserve, times, placement=placement,
-        checksum=checksum, on_unplanned=on_unplanned, partition=partition,
+        budget, with_update(policy, update), store, store_dir, backend, planned_for(device), reserve, times,
+        placement=placement, checksum=checksum, on_unplanned=on_unplanned, partition=partition,
     )  # fmt: skip
     if isinstance(getattr(model, "__dict__", {}).get("overspill"), Session):
         raise RequestError(

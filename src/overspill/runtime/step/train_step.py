@@ -22,6 +22,7 @@ from overspill.costs import MeasuredTimes
 from overspill.job import GradientOptions
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
+from overspill.policies import with_update
 from overspill.pytorch.dynamo import OptimizedModule
 from overspill.pytorch.modules import ORIGINAL
 from overspill.pytorch.optimizers import note_step
@@ -401,6 +402,7 @@ def train_step(
     *,
     budget: str | float | None = None,
     policy: str = "auto",
+    update: str = "device",
     store: str | None = None,
     store_dir: str | Path | None = None,
     backend: str = "eager",
@@ -429,6 +431,8 @@ def train_step(
         optimizer: Your own, of any class; or several, each with its own parameters, which step in that order.
         budget: As for `overspill.compile`, here for all memory of the step.
         policy: A name that `overspill policies` lists.
+        update: Where the optimizer's updates run: `"device"`; `"host"`, if the plan has their state in the store; or
+            `"auto"`, wherever the step is faster (docs/howto/state_in_host_memory.md).
         store: `disk` or `host` on the CPU, `pinned` on CUDA.
         store_dir: The directory of the disk store's file.
         accumulate: Number of micro-batches that each call's inputs are split into. Their mean loss is trained on.
@@ -463,8 +467,8 @@ def train_step(
     """
     from_host_to = gpu_named(device, model)
     options = Options(
-        budget, policy, store, store_dir, backend, planned_for(device), times=times, placement=placement,
-        checksum=checksum, partition=partition,
+        budget, with_update(policy, update), store, store_dir, backend, planned_for(device), times=times,
+        placement=placement, checksum=checksum, partition=partition,
     )  # fmt: skip
     gradients = GradientOptions(accumulate, clip_norm, clip_value)
     optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
