@@ -112,11 +112,16 @@ def test_a_packing_says_whether_it_fits_and_how_near_it_is_to_the_bound(
 
 
 def test_plan_labels_what_is_simulated_and_names_the_peak(overspill: Overspill) -> None:
-    done = overspill("plan alexnet --small --batch 16 --budget 2MiB")
+    words = "plan alexnet --small --batch 16 --budget 1140KiB"
+    done = overspill(f"{words} --verbose")
     assert done.code == 0
     assert "simulated step" in done.out
     assert "Times and memory are simulated, not measured." in done.out
     assert "What the peak is made of, at" in done.out
+    brief = overspill(words).out.splitlines()
+    assert brief[2].startswith("Fits in 1.1 MiB: takes 1.1 MiB; without a plan ")
+    assert [line.split()[0] for line in brief[4:7]] == ["minimum", "slowdown", "host"]
+    assert '  model = overspill.compile(model, budget="1167360B")' in brief
 
 
 def test_a_run_that_differs_from_plain_training_is_a_clear_negative(

@@ -29,12 +29,11 @@ def test_a_page_is_written_where_the_plan_fits_and_where_none_does(overspill: Ov
 
 def test_progress_names_the_layer_and_the_plan(overspill: Overspill, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(Narrator, "now", lambda _, text, **__: told.append(text))
+    monkeypatch.setattr(Narrator, "detail", lambda _, text: told.append(text))
     assert overspill("plan nets:shallow --batch 2 --whole-step").code == 0
-    first, *later = told
-    layers = [f"{first}: capturing {number}" for number in range(8)]
-    assert [text for text in later if text in layers][:8] == layers
-    assert any(text.startswith(f"{first}: a plan of ") for text in later)
+    layers = [f"capturing {number}" for number in range(8)]
+    assert [text for text in told if text in layers][:8] == layers
+    assert any(text.startswith("a plan of ") for text in told)
 
 
 def test_the_largest_tensors_have_the_lines_that_made_them(overspill: Overspill) -> None:
@@ -44,7 +43,7 @@ def test_the_largest_tensors_have_the_lines_that_made_them(overspill: Overspill)
     assert sources["tanh"] == f"nets.py:{tanh} forward"
     (given,) = (row["source"] for row in done.answer["peak_tensors"] if row["kind"] == "input")
     assert given is None, "what is there before the step is made by no line of it"
-    assert f"nets.py:{tanh} forward" in overspill("plan nets:lined --batch 4096").out
+    assert f"nets.py:{tanh} forward" in overspill("plan nets:lined --batch 4096 --verbose").out
     done = overspill("compare nets:lined --batch 4096 --policies in-core --json")
     assert f"nets.py:{tanh} forward" in {row["source"] for row in done.answer["rows"][0]["peak_tensors"]}
 

@@ -45,7 +45,7 @@ def test_without_whole_step_nothing_is_in_the_store_between_steps(overspill: Ove
 
 def test_a_reader_sees_what_is_in_the_store_and_what_waits_for_the_norm(overspill: Overspill, store_dir: Path) -> None:
     words = "nets:shallow --batch 8 --whole-step --optimizer adamw --budget 50% --clip-norm 1"
-    for done in (overspill(f"plan {words}"), overspill(f"train {words} --steps 1 --store-dir {store_dir}")):
+    for done in (overspill(f"plan {words} --verbose"), overspill(f"train {words} --steps 1 --store-dir {store_dir}")):
         text = " ".join(done.out.split())
         assert done.code == 0
         assert "whole step, gradients clipped to norm 1" in text

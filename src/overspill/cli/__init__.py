@@ -38,7 +38,7 @@ from . import (
     sweep,
     train,
 )
-from .common import Outcome
+from .common import ARGUMENTS, Outcome
 from .failures import OUTSIDE_FAILURE, Failure, explain, in_options
 from .narrator import QUIET
 from .output import OutputStream, print_error, print_human, print_json, shown, streams
@@ -116,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arrange(group().commands, everything=HELP_ALL in ours)
     ours = [_HELP.get(word, word) for word in ours if word != QUIET_OPTION]
     arguments = ours + (arguments[arguments.index("--") :] if "--" in arguments else [])
+    ARGUMENTS.set(arguments)
     debug = bool(os.environ.get("OVERSPILL_DEBUG"))
     # Run it; with --json nothing else goes to standard output.
     with streams() as out:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,6 +84,14 @@ StoreDir = Annotated[Path | None, optional("DIR", "Folder of the disk store.  [d
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
+ARGUMENTS: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
+"""The arguments of the running command, its name first."""
+_OF_THE_ANSWER = dict.fromkeys(("--json", "--verbose", "--compiled"), False) | dict.fromkeys(
+    ("--budget", "--report", "--out", "--plot", "--trace", "--snapshot", "--max"), True
+)
+"""Options that are not of a job, and whether a value follows."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of a command, for JSON and for a reader."""
@@ -96,11 +106,18 @@ class Outcome:
 
 
 def of_page(
-    answer: Mapping[str, Any], page: Page, files: Mapping[str, Path | None], exit_code: int = 0, complaint: str = ""
+    answer: Mapping[str, Any],
+    page: Page,
+    files: Mapping[str, Path | None],
+    exit_code: int = 0,
+    complaint: str = "",
+    *,
+    brief: bool = False,
 ) -> Outcome:
     """Return the outcome of a command whose result is `page`.
 
-    It lists the written `files` by their content. This function writes the page to the `report` among them.
+    It lists the written `files` by their content. This function writes the page to the `report` among them. If `brief`,
+    a reader gets the verdict and what to do next.
     """
     from overspill.report.page import write_page
     from overspill.report.terminal import in_terminal
@@ -108,7 +125,24 @@ def of_page(
     if (report := files.get("report")) is not None:
         write_page(report, page)
     saved = "; ".join(f"{what} saved to {path}" for what, path in files.items() if path is not None)
-    return Outcome(answer, in_terminal(page, *filter(None, [saved])), exit_code, complaint)
+    if brief:
+        saved = f"{saved}; --verbose prints all figures" if saved else "--verbose prints all figures."
+    return Outcome(answer, in_terminal(page, *filter(None, [saved]), brief=brief), exit_code, complaint)
+
+
+def same_job(command: str, *more: str) -> str:
+    """Return a line to paste: `command` on the job of the present one, with the options `more`."""
+    words = list(ARGUMENTS.get())
+    script = words[words.index("--") :] if "--" in words else []
+    kept: list[str] = []
+    ours = iter(words[1 : len(words) - len(script)])
+    for word in ours:
+        name, given, _ = word.partition("=")
+        if name not in _OF_THE_ANSWER:
+            kept.append(word)
+        elif _OF_THE_ANSWER[name] and not given:
+            next(ours, None)
+    return shlex.join(["overspill", command, *kept, *more, *script])
 
 
 def check_request(budget: str | None, policy: str, out: Path | None) -> Limit:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.garbage import without_collection
@@ -32,6 +35,7 @@ from .common import (
     of_page,
     optional,
     quiet_torch,
+    same_job,
     updating,
 )
 from .failures import explain, in_options
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
 MemoryPlot = Annotated[
     Path | None, optional("FILE", "Draw memory over time, planned and unmanaged, as .png.", "--plot")
 ]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Print all figures of the plan.")]
 
 DOES_NOT_FIT = 1
 SETTINGS = ("--budget", "--placement", "--whole-step")
@@ -70,6 +75,7 @@ def plan(
     trace: TraceFile = None,
     snapshot: SnapshotFile = None,
     times: TimesFile = None,
+    verbose: Verbose = False,
     torch: Torch = None,
     cuda: Cuda = None,
     json: AsJson = False,
@@ -98,7 +104,7 @@ def plan(
         quiet_torch()
         from overspill.costs.releases import software_named
         from overspill.runtime.options import Options
-        from overspill.runtime.preview import preview
+        from overspill.runtime.preview import preview_with_least
 
         narrator.now(f"capturing and planning {job.name} for {device.name}")
         title = f"{job.titled} on {device.name}, policy {policy}{job.manner(whole_step=whole_step)}"
@@ -115,7 +121,7 @@ def plan(
                 whole_step=whole_step,
                 backend=backend,
             )
-            made = preview(job, options, software)
+            made, least_bytes = preview_with_least(job, options, software)
             narrator.detail("proving how fast a step can be")
             _ = made.lower_bound_seconds  # which stays
         except InfeasibleBudgetError as error:
@@ -124,11 +130,20 @@ def plan(
     if out is not None:
         made.schedule.save(out)
     files = {"plan": out, "plot": plot, "report": report, "trace": trace, "snapshot": snapshot}
-    return _feasible(request, made, title, files)
+    return _feasible(request, made, least_bytes, title, files, brief=not verbose)
 
 
-def _feasible(request: dict[str, Any], made: Plan, title: str, files: dict[str, Path | None]) -> Outcome:
+def _feasible(
+    request: dict[str, Any],
+    made: Plan,
+    least_bytes: int | None,
+    title: str,
+    files: dict[str, Path | None],
+    *,
+    brief: bool,
+) -> Outcome:
     from overspill.placement.place import place_plan
+    from overspill.report.page import PasteLine
     from overspill.report.plan import peak_of, peak_rows, plan_page, stored_by_kind, too_small
     from overspill.runtime.transfer.stores import store_bytes
 
@@ -137,6 +152,7 @@ def _feasible(request: dict[str, Any], made: Plan, title: str, files: dict[str, 
     placed = place_plan(made, made.pool)
     answer = request | {
         "budget_bytes": made.asked_bytes,
+        "least_bytes": least_bytes,
         "peak_bytes": made.peak_bytes,
         "reserved_bytes": made.reserved_bytes,
         "device_bytes": made.device_bytes,
@@ -167,10 +183,15 @@ def _feasible(request: dict[str, Any], made: Plan, title: str, files: dict[str, 
         "breakdown": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},
         "peak_tensors": peak_rows(made.graph, peak),
     }
-    page = plan_page(made, title, made.pool, placed)
+    page = plan_page(made, title, made.pool, placed, least_bytes, inductor=request["backend"] == "inductor")
+    if made.fits_device and not page.next:
+        half = PasteLine(
+            same_job("plan", "--budget", "50%"), "It fits without a plan. What half of its memory would cost:"
+        )
+        page = replace(page, next=(half,))
     _write(made, title, page, files)
     if made.fits_device:
-        return of_page(answer, page, files)
+        return of_page(answer, page, files, brief=brief)
     message = f"{too_small(made)}; without --budget it is planned for all of it"
     return of_page(answer | {"error": message, "exit_code": DOES_NOT_FIT}, page, files, DOES_NOT_FIT, message)
 
@@ -194,7 +215,7 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudgetError, title: st
     The JSON object has all keys; those of the plan are null.
     """
     unknown = (
-        "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes",
+        "least_bytes", "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes",
         "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes", "host_bytes", "model_on_host",
         "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds",
         "gap", "exposed_transfer_seconds", "communication_seconds", "exposed_communication_seconds",

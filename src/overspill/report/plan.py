@@ -15,26 +15,35 @@ from overspill.placement.allocators.planned import CALLED, LIVE
 from overspill.placement.place import Placed, place_plan
 from overspill.plans.plan import Plan
 from overspill.policies import POLICIES, policy_named
+from overspill.policies.auto import Auto
 from overspill.runtime.transfer.stores import store_bytes
 from overspill.simulate import check
 
 from .listing import count, format_flops, percent
-from .page import Column, Figure, Page, Table, Unit, Verdict
+from .page import Column, Figure, Page, PasteLine, Table, Unit, Verdict
 from .page.step import reserved_by, step
 
 SHOWN_TENSORS = 5
 
 
-def plan_page(plan: Plan, title: str | None = None, placer: str | None = None, placed: Placed | None = None) -> Page:
+def plan_page(
+    plan: Plan,
+    title: str | None = None,
+    placer: str | None = None,
+    placed: Placed | None = None,
+    least_bytes: int | None = None,
+    *,
+    inductor: bool = False,
+) -> Page:
     """Return the page of `plan`.
 
     `placer` gives its blocks their addresses (None: PyTorch's caching allocator). `placed` is the layout, if it is
-    known.
+    known. `least_bytes` are those without which there is no plan. `inductor` tells whose kernels run.
     """
     peak = peak_of(plan)
     return Page(
         title or f"{plan.graph.name} on {plan.device.name}, policy {plan.schedule.policy}",
-        plan_verdict(plan),
+        plan_verdict(plan, least_bytes),
         (
             lambda: (step(plan, placer),),
             _sides(plan, placer, placed),
@@ -43,28 +52,56 @@ def plan_page(plan: Plan, title: str | None = None, placer: str | None = None, p
             _largest(plan.graph, peak),
         ),
         ("Times and memory are simulated, not measured.", *pool_notes([plan.pool]), *step_notes(plan)),
+        _in_python(plan, inductor=inductor) if plan.fits_device and _is_needed(plan) else (),
     )
 
 
-def plan_verdict(plan: Plan) -> Verdict:
-    """Return the plan's memory and its cost."""
-    of = "" if plan.device_bytes is None else "of the card, "
+def _is_needed(plan: Plan) -> bool:
+    """Return whether the step needs the plan to fit."""
+    return plan.unmanaged_bytes > plan.asked_bytes or plan.is_managed
+
+
+def _in_python(plan: Plan, *, inductor: bool) -> tuple[PasteLine, ...]:
+    """Return the lines of Python that train so."""
+    rounded = plan.asked_bytes >> 20
+    size = f"{rounded}MiB" if plan.needed_bytes <= rounded << 20 else f"{plan.asked_bytes}B"
+    policy = plan.schedule.policy
+    others = ("" if policy == Auto.name else f', policy="{policy}"') + (', backend="inductor"' if inductor else "")
+    if plan.model_on_host:
+        others += ', device="cuda"'
+    lines = [PasteLine(CALLED, "First of all, before CUDA is used:")] if plan.pool == LIVE else []
+    if plan.graph.whole_step:
+        step = f'step = overspill.train_step(model, loss_fn, optimizer, budget="{size}"{others})'
+        return (*lines, PasteLine(step, "The body of your training loop; then call step(batch):"))
+    trainer = f'callbacks=[overspill.callbacks.Budget("{size}"{others})]'
+    lines.append(PasteLine(f'model = overspill.compile(model, budget="{size}"{others})', "Before your training loop:"))
+    return (*lines, PasteLine(f"trainer = Trainer(..., {trainer})", "Or, with Trainer or TRL:"))
+
+
+def plan_verdict(plan: Plan, least_bytes: int | None = None) -> Verdict:
+    """Return the plan's memory and its cost, and the bytes without which there is no plan, if they are known."""
     # Where an allocator is the budget's, the unmanaged step is known by its live tensors alone.
     in_pool = plan.device_bytes is None and plan.reserved_bytes is not None
-    share = "live tensors" if in_pool else f"the plan takes {percent(plan.needed_bytes, plan.unmanaged_bytes)} of it"
+    live = "live tensors take " if in_pool else ""
+    taken = f"takes {format_bytes(plan.needed_bytes)}; without a plan {live}{format_bytes(plan.unmanaged_bytes)}"
+    leave, total = plan.schedule.counts[Verb.OFFLOAD], f" of {format_bytes(plan.offloaded_bytes)}"
+    moved = f"{count(leave, 'tensor')}{total if leave else ''} leave"
+    least = [] if least_bytes is None else [
+        Figure("minimum", f"at least {format_bytes(least_bytes)}", "--budget smallest plans for the least that works")
+    ]  # fmt: skip
+    again = [] if not plan.recomputed_ops else [
+        Figure("recomputed", count(plan.recomputed_ops, "op"), f"{format_seconds(plan.recomputing_seconds)} of a step")
+    ]  # fmt: skip
     return Verdict(
-        f"Fits in {format_bytes(plan.asked_bytes)}" if plan.fits_device else too_small(plan),
+        f"Fits in {format_bytes(plan.asked_bytes)}: {taken}" if plan.fits_device else too_small(plan),
         good=plan.fits_device,
         figures=(
-            Figure("it takes", format_bytes(plan.needed_bytes),
-                f"{of}{percent(plan.needed_bytes, plan.asked_bytes)} of the budget"),
-            Figure("unmanaged", format_bytes(plan.unmanaged_bytes), share),
-            Figure("simulated slowdown", f"{plan.slowdown:.3f}",
-                f"{format_seconds(plan.step_seconds)}, {format_seconds(plan.in_core_seconds)} unmanaged"),
-            Figure("offloaded each step", format_bytes(plan.offloaded_bytes),
-                count(plan.schedule.counts[Verb.OFFLOAD], "tensor")),
-            Figure("recomputed each step", count(plan.recomputed_ops, "op"),
-                format_seconds(plan.recomputing_seconds) if plan.recomputed_ops else ""),
+            *least,
+            Figure("slowdown", f"{plan.slowdown:.3f}",
+                f"simulated: {format_seconds(plan.step_seconds)} a step, {format_seconds(plan.in_core_seconds)} "
+                "without a plan"),
+            Figure("host memory", format_bytes(store_bytes(plan)), f"{moved} the device in each step"),
+            *again,
         ),
     )  # fmt: skip
 

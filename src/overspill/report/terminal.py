@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from .listing import Listing, listing, whole_columns
-from .page.sections import Page
+from .page.sections import Page, PasteLine
 from .tables import Table, Unit, written
 
 TONES = {True: "bold green", False: "bold red", None: "bold"}
@@ -19,8 +19,8 @@ LONG_NAME = 40
 """Only longer names and figures are wrapped."""
 
 
-def in_terminal(page: Page, *saved: str) -> RenderableType:
-    """Return `page` for a terminal, followed by a line for each of `saved`."""
+def in_terminal(page: Page, *saved: str, brief: bool = False) -> RenderableType:
+    """Return `page` for a terminal, followed by a line for each of `saved`; if `brief`, without tables and notes."""
     verdict = page.verdict
     parts: list[RenderableType] = [Text(page.title), "", Text(verdict.text, style=TONES[verdict.good])]
     if verdict.figures:
@@ -28,11 +28,20 @@ def in_terminal(page: Page, *saved: str) -> RenderableType:
         figures.show_header = False
         figures.columns[1].no_wrap = all(len(f.value) <= LONG_NAME for f in verdict.figures)
         parts += ["", figures]
-    for table in page.tables:
+    for table in () if brief else page.tables:
         if table.rows:
             parts += ["", *([Text(table.title, style="bold")] if table.title else []), printed(table), *_below(table)]
-    below = (*page.notes, *saved)
-    return Group(*parts, *([""] if below else []), *map(Text, below))
+    below = (*(() if brief else page.notes), *saved)
+    parts += [*([""] if below else []), *map(Text, below)]
+    if page.next:
+        parts += ["", Text("What to do next", style="bold")]
+        # A line to paste is one line, whatever the width.
+        parts += [Text(f"  {text}", no_wrap=True, overflow="ignore") for line in page.next for text in _pasted(line)]
+    return Group(*parts)
+
+
+def _pasted(line: PasteLine) -> tuple[str, str]:
+    return f"# {line.why}", line.text
 
 
 def as_text(page: Page) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,12 +22,15 @@ from overspill.estimation.api import of_job as estimate_of
 from overspill.estimation.figures import Figures
 from overspill.estimation.script import of_script
 from overspill.job import Job, Script
+from overspill.planning.algorithms import memory_optimal
+from overspill.planning.floor import floor_of
+from overspill.planning.step_program import StepProgram
 from overspill.plans.account import Account
 from overspill.plans.comparison import Comparison, Row, compare
 from overspill.plans.fit import Fit
 from overspill.plans.plan import Plan
 from overspill.plans.sweep import Sweep, sweep
-from overspill.policies import Policy
+from overspill.policies import Policy, policy_named
 from overspill.policies.auto import Auto
 
 from .capture_job import captures_of, with_programs
@@ -38,6 +41,7 @@ from .options import OWN, Options
 from .step.gathered import gathered
 
 CPU = torch.device("cpu")
+R = TypeVar("R")
 
 
 class Recorded(NamedTuple):
@@ -84,6 +88,13 @@ class JobStep:
             return plan
         return gathered(self.captures.of(plan.graph), plan, self.account.measured)
 
+    def least_bytes(self) -> int | None:
+        """Return bytes that no plan by `auto` does without; None if it takes other captures long to say."""
+        if self.options.backend != "eager" or policy_named(self.options.policy).name != Auto.name:
+            return None
+        programs = (StepProgram(one.graph, algorithms=memory_optimal(one.graph)) for one in self.captures)
+        return min(floor_of(program).nbytes for program in programs) + self.account.context_bytes
+
     def accounts(self, placement: str | None, software: Software | None) -> Callable[[Policy], Account]:
         """Return a function from a policy to its account; on a GPU in its own pool, if no `placement` is given."""
         own = OWN if placement is None and self.account.is_card else placement
@@ -106,16 +117,28 @@ def preview(job: Job, options: Options, software: Software | None = None, estima
     that of this machine. `estimate` is the estimate of the job there; None: not made yet. Raises RequestError and
     InfeasibleBudgetError.
     """
+    return _previewed(job, options, software, estimate, JobStep.plan)
+
+
+def preview_with_least(job: Job, options: Options, software: Software | None = None) -> tuple[Plan, int | None]:
+    """Return the plan of a job, as `preview` does, and bytes that no plan of it does without; None if unknown."""
+    return _previewed(job, options, software, None, lambda step: (step.plan(), step.least_bytes()))
+
+
+def _previewed(
+    job: Job, options: Options, software: Software | None, estimate: Figures | None, asked: Callable[[JobStep], R]
+) -> R:
+    """Return what is `asked` of the captured step."""
     with without_collection():  # of many small objects, none of which is garbage; it takes a tenth of the time
         options, account, recorded = _asked(job, options, software, estimate)
 
-        def plan(captures: Partitioned[Any]) -> Plan:
-            return JobStep(job, options, account, captures).plan()
+        def answer(captures: Partitioned[Any]) -> R:
+            return asked(JobStep(job, options, account, captures))
 
         if options.backend == "eager":
-            return plan(recorded or captures_of(job, options, account.device, moves=True))
+            return answer(recorded or captures_of(job, options, account.device, moves=True))
         # Inductor's programs are written while they are planned.
-        return with_programs(job, options, account.device, plan)
+        return with_programs(job, options, account.device, answer)
 
 
 def step_of(job: Job, options: Options, software: Software | None = None, *, moves: bool = False) -> JobStep:

@@ -12,6 +12,7 @@ from .sections import Lines as Lines
 from .sections import Mark as Mark
 from .sections import Ops as Ops
 from .sections import Page as Page
+from .sections import PasteLine as PasteLine
 from .sections import Point as Point
 from .sections import Points as Points
 from .sections import Section as Section

@@ -30,6 +30,7 @@ def encode(page: Page) -> str:
     """Return `page` as JSON that cannot end a `<script>` element."""
     content = {name: _plain(getattr(page, name)) for name in ("title", "verdict", "sections")}
     content["notes"] = [visible(note, MOST_OF_A_NOTE) for note in page.notes]
+    content["next"] = [f"# {visible(line.why, MOST_OF_A_NOTE)}\n{visible(line.text)}" for line in page.next]
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).translate(_IN_HTML)
 
 

@@ -247,6 +247,14 @@ Section = Table | Lines | Points | Step
 
 
 @dataclass(frozen=True)
+class PasteLine:
+    """A line to paste, of a shell or of Python, and what it is for."""
+
+    text: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Page:
     """The description of a result, which a page, a terminal and a notebook show."""
 
@@ -256,6 +264,8 @@ class Page:
     """Sections, or functions that make them: those take a while and only the page has them."""
     notes: tuple[str, ...] = ()
     """Further facts that a reader must know."""
+    next: tuple[PasteLine, ...] = ()
+    """What to do next."""
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:

@@ -19,6 +19,7 @@ function build() {
     REPORT.append(el("section", { class: section.is.toLowerCase() }, heading, draw[section.is](section), note));
   }
   if (CONTENT.notes.length) REPORT.append(el("section", {}, el("h2", {}, "Notes"), el("ul", {}, CONTENT.notes.map((note) => el("li", {}, note)))));
+  if (CONTENT.next.length) REPORT.append(el("section", {}, el("h2", {}, "What to do next"), el("pre", { class: "wide", tabindex: "0" }, CONTENT.next.join("\n"))));
   REPORT.append(el("footer", {}, "Made by Overspill. This file holds everything it shows."));
 }
 
