@@ -132,7 +132,7 @@ def test_the_step_without_its_updates_has_no_state() -> None:
     ("graph", "device", "said"),
     [
         (DEEP, DEVICE, "host_update_bytes_per_second"),
-        (replace(network([Layer(1)]), whole_step=True), FAST_HOST, "no update"),
+        (replace(network([Layer(1, weight_bytes=4)]), whole_step=True), FAST_HOST, "no update"),
     ],
 )
 def test_a_step_whose_updates_cannot_be_planned_on_the_host_is_refused_by_name(

@@ -29,9 +29,9 @@ def may_run_on_host(graph: Graph, op: Op) -> bool:
     return (
         op.phase is Phase.UPDATE
         and op.collective is None
-        and bool(op.writes)
-        and all(tensors[t].persistent and tensors[t].movable and graph.uses[t][-1] == op.id for t in op.writes)
-        and all(tensors[t].movable or not tensors[t].persistent for t in op.reads)
+        and any(tensors[t].persistent for t in op.writes)
+        and all(tensors[t].movable and graph.uses[t][-1] == op.id for t in op.writes)
+        and all(tensors[t].movable for t in op.reads)
     )
 
 
@@ -79,7 +79,7 @@ class HostUpdates:
         """The step without the updates, and the ids of its ops in `graph`."""
         self.seconds = tuple(seconds[op] for op in self.kept)
         self.updates = [graph.ops[op] for op in updates]
-        self.weights = frozenset(t for op in self.updates for t in op.writes)
+        self.weights = frozenset(t for op in self.updates for t in op.writes if graph.tensors[t].persistent)
         """What they write: weights and state."""
 
     def schedule(self, planned: Schedule, budget_bytes: int | None) -> Schedule:

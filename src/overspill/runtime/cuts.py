@@ -47,12 +47,16 @@ def parts_of(graph: Graph, schedule: Schedule, *, trains: bool) -> list[Part]:
 
 
 def copied(graph: Graph, schedule: Schedule) -> list[int]:
-    """Return the read-only tensors that are both on the device and in the store between steps.
+    """Return the tensors that are both on the device and in the store between steps.
 
-    No op writes them, and `schedule` reads them from the store.
+    No op writes them on the device, and `schedule` reads them from the store, or updates them there.
     """
-    prefetched = dict.fromkeys(schedule.targets(Verb.PREFETCH))
-    return [tensor for tensor in prefetched if tensor in graph.read_only and tensor not in schedule.stored]
+    on_host = schedule.targets(Verb.RUN_ON_HOST)
+    updated = [t for op in on_host for t in graph.ops[op].writes]
+    read = dict.fromkeys((*schedule.targets(Verb.PREFETCH), *updated)).keys() - schedule.stored
+    found = read & graph.read_only
+    found |= {t for t in read.intersection(updated) if graph.tensors[t].persistent and len(graph.written_by[t]) == 1}
+    return sorted(found)
 
 
 def _end(schedule: Schedule, runs: Sequence[int]) -> int:

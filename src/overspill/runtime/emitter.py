@@ -258,15 +258,16 @@ class Emitter:
             raise InvalidScheduleError(
                 f"{self.captured.graph.tensors[lacking[0]].name} is not in the store for its update"
             )
-        # Its arguments are views of what is in the store.
-        there = Values(self.captured, self.graph)
-        for tensor in dict.fromkeys((*op.reads, *op.writes)):
+        # Its arguments are views of what is in the store, which the host's thread makes.
+        touched, views = tuple(dict.fromkeys((*op.reads, *op.writes))), fx.Graph()
+        there = Values(self.captured, views)
+        for tensor in touched:
             root = self._only_root(tensor)
-            there[root] = self._call(ops.on_host, (self.handles[tensor], self.engine), f"on_host_{root.name}")
-        args = tuple(fx.node.map_arg(node.args, there.resolve))
-        reads, writes = (tuple(self.handles[tensor] for tensor in of) for of in (op.reads, op.writes))
-        call = ops.UpdateOnHost(node.target, self.engine, mutation.layer or op.name)
-        new = self._call(call, (args, reads, writes), node.name)
+            there[root] = views.placeholder(root.name)
+        views.output(tuple(fx.node.map_arg(node.args, there.resolve)))
+        call = ops.UpdateOnHost(node.target, views, self.engine, mutation.layer or op.name)
+        given, writes = (tuple(self.handles[tensor] for tensor in of) for of in (touched, op.writes))
+        new = self._call(call, (given, writes), node.name)
         new.meta.update({OP_ID: op.id, DOES: (Verb.RUN_ON_HOST, op.id), MUTATION: mutation})
         self.updates_on_host = True
 

@@ -14,7 +14,7 @@ from overspill.planning.on_host import HostUpdates, bytes_of_update, updates_of,
 from overspill.simulate import simulate
 
 DEVICE, HOST, AUTO = UPDATES = ("device", "host", "auto")
-"""Where updates run: on the device; on the host if their state is in the store; wherever the step is faster."""
+"""Where updates run: on the device; on the host, all that can; wherever the step is faster."""
 LITTLE = 0.1
 """Share of the effort with which it is found which updates the host should run."""
 SHARES = (0.95, 0.8, 0.5)
@@ -50,7 +50,7 @@ class PlansOnHost:
     def best(self, update: str) -> Schedule:
         """Return the schedule for `update`, one of UPDATES. Raises InfeasibleBudgetError."""
         if update == HOST:
-            return next(self._fitting((partial(self._with, self._stored), partial(self._with, self._all))))
+            return self._with(self._all)
         sets = dict.fromkeys((self._stored, self._all))
         return self._fastest((self._on_device, *(partial(self._with, updates) for updates in sets), self._in_part))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from overspill.core import Device, Graph, Schedule
+from overspill.core import Device, Graph, Phase, Schedule
 from overspill.planning.algorithms import memory_optimal
 from overspill.planning.assemble import assemble
 from overspill.planning.effort import EFFORT, Effort
@@ -52,7 +52,8 @@ class Auto(Policy):
         self.effort = Effort.usual() if effort is None else effort
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        if self.update == DEVICE or not graph.whole_step:
+        updates = any(op.phase is Phase.UPDATE for op in graph.ops)  # not in a micro-batch before the last
+        if self.update == DEVICE or not (graph.whole_step and updates):
             return self._on_device(graph, device, budget_bytes, seconds)
         return PlansOnHost(self._on_device, graph, device, budget_bytes, seconds).best(self.update)
 

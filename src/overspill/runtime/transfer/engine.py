@@ -13,6 +13,7 @@ from torch import Tensor, UntypedStorage
 
 from overspill.core import Verb
 from overspill.core.errors import RequestError, StoreError
+from overspill.pytorch.dispatch import disable_current_modes
 from overspill.pytorch.storages import key_of, storage_key
 from overspill.runtime.recording.recorder import RunRecorder
 
@@ -264,36 +265,27 @@ class TransferEngine:
 
     # -- updates on the host
 
-    def on_host(self, handle: Tensor) -> Tensor:
-        """Return what `handle` stands for on the store's own memory, for an update to read and write.
+    def update(self, what: str, run: Callable[..., None], given: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Start the update `what` in the host's thread: `run` of what the handles `given` stand for.
 
-        Raises StoreError.
+        It gets tensors on the store's own memory, and writes those of `writes`. Later prefetches of these wait for its
+        end. Raises StoreError, and the error of an update that failed before.
         """
-        stored = self._table[handle.data_ptr()]
-        if stored.on_host is None:
-            memory = self.store.memory(stored.slot, stored.nbytes) if stored.nbytes else torch.UntypedStorage(0)
-            stored.on_host = stored.within(memory)
-        return stored.on_host
-
-    def update(self, what: str, run: Callable[[], None], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Start the update `what`, which runs on `on_host` of these handles in the host's thread.
-
-        Later prefetches of what it writes wait for its end. Raises the error of an update that failed before.
-        """
-        for handle in reads:
+        for handle in given:
             self.await_offload(handle)
-        read, written = ([self._table[handle.data_ptr()] for handle in of] for of in (reads, writes))
+        used, written = ([self._table[handle.data_ptr()] for handle in of] for of in (given, writes))
+        tensors = [self._show(of) if of.on_host is None else of.on_host for of in used]
         after, checksums = (self._outward.mark(), self._inward.mark()), self._checksums
 
         def ready() -> None:
             for wait in after:
                 wait()
-            for of in read:
+            for of in used:
                 if checksums is not None:
                     checksums.check(of.slot, of.bytes_on_host())
 
-        def update(_in_use: Sequence[Tensor] = (*reads, *writes)) -> None:
-            run()
+        def update(_in_use: Sequence[Tensor] = (*given, *writes)) -> None:
+            run(*tensors)
             for of in written:
                 if checksums is not None:
                     checksums.note(of.slot, of.bytes_on_host())
@@ -301,6 +293,13 @@ class TransferEngine:
         started = self.updates.submit(what, update, ready)
         for of in written:
             of.updating = started
+
+    def _show(self, stored: _Stored) -> Tensor:
+        """Return what the store has of it on the store's own memory, which no mode counts. Raises StoreError."""
+        with disable_current_modes():
+            memory = self.store.memory(stored.slot, stored.nbytes) if stored.nbytes else UntypedStorage(0)
+            stored.on_host = stored.within(memory)
+        return stored.on_host
 
     def _updated(self, stored: _Stored) -> None:
         """Wait for the update that writes it, if any. Raises the error of one that failed."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.fx.node import has_side_effect
+from torch.fx import Graph
+from torch.fx.node import has_side_effect, map_arg
 
 from overspill.core.errors import OverspillError
 
@@ -80,22 +79,29 @@ def hold(held: Tensor) -> None:
     """Keep `held` alive until this call."""
 
 
-def on_host(handle: Tensor, engine: int) -> Tensor:
-    """Return what `handle` stands for on the store's own memory."""
-    return engine_numbered(engine).on_host(handle)
-
-
 class UpdateOnHost:
-    """A call that starts an update on the host: of `run(*args)`, whose tensors are on the store's memory."""
+    """A call that starts an update on the host, `run` of tensors on the store's memory.
 
-    def __init__(self, run: Callable[..., None], engine: int, what: str) -> None:
+    `views` makes its arguments of the whole tensors.
+    """
+
+    def __init__(self, run: Callable[..., None], views: Graph, engine: int, what: str) -> None:
         self._run = run
+        *calls, output = (node for node in views.nodes if node.op != "placeholder")
+        self._calls = [(node, node.target, node.args, node.kwargs) for node in calls]
+        self._inputs, self._args = views.find_nodes(op="placeholder"), output.args[0]
         self._engine = engine
         self._what = what
 
-    def __call__(self, args: Sequence[Any], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Start it; `reads` and `writes` are the handles of what it reads and writes."""
-        engine_numbered(self._engine).update(self._what, partial(self._run, *args), reads, writes)
+    def __call__(self, given: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Start it on what is in the store as the handles `given`, of which it writes some."""
+        engine_numbered(self._engine).update(self._what, self._on, given, writes)
+
+    def _on(self, *tensors: Tensor) -> None:
+        values = dict(zip(self._inputs, tensors, strict=True))
+        for node, target, args, kwargs in self._calls:
+            values[node] = target(*map_arg(args, values.__getitem__), **map_arg(kwargs, values.__getitem__))
+        self._run(*map_arg(self._args, values.__getitem__))
 
 
 def end_updates(engine: int) -> None:
