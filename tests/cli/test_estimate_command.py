@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 from tests.cli.commands import MODELS, Overspill
 
+from overspill.cli.common import ARGUMENTS, same_job
 from overspill.devices import load_device
 from overspill.estimation.peak import CATEGORIES
 
@@ -163,3 +166,23 @@ def test_what_is_no_compiled_job_is_refused_at_once(overspill: Overspill) -> Non
     done = overspill("estimate alexnet --small --batch 4 --compiled --dtype amp")
     assert done.code == 2
     assert "not with autocast" in done.error
+
+
+def test_a_job_that_needs_more_than_is_allowed_has_exit_code_1(overspill: Overspill) -> None:
+    enough, needed = (overspill(f"estimate alexnet --small --batch 4 --max {size}") for size in ("24GiB", "100MiB"))
+    assert (enough.code, needed.code) == (0, 1)
+    assert re.search(r"it needs [\d.]+ MiB, more than --max 100.0 MiB", needed.err)
+    assert "overspill estimate alexnet --small --batch 4 --gpu rtx4090" in enough.out
+    assert "a size; write one" in overspill("estimate alexnet --batch 4 --max 50%").error
+
+
+def test_a_line_to_paste_is_of_the_same_job() -> None:
+    words = "estimate --script 'a b.py' --gpu t4 --report x.html --json --max=3GiB --compiled -- --report y"
+    token = ARGUMENTS.set(shlex.split(words))
+    try:
+        assert (
+            same_job("plan", "--budget", "50%")
+            == "overspill plan --script 'a b.py' --gpu t4 --budget 50% -- --report y"
+        )
+    finally:
+        ARGUMENTS.reset(token)

@@ -9,6 +9,7 @@ import typer
 
 from overspill.core.budget import Budget
 from overspill.core.errors import InfeasibleBudgetError, RequestError
+from overspill.core.units import format_apart
 from overspill.job import Job, Script
 from overspill.job.source import Source
 
@@ -24,6 +25,7 @@ from .common import (
     of_page,
     optional,
     quiet_torch,
+    same_job,
 )
 from .job import with_job
 from .software import Cuda, Torch
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from overspill.estimation import Estimate
     from overspill.estimation.api import Setting
     from overspill.plans.plan import Plan
+    from overspill.report.page import PasteLine
 
 Gpu = Annotated[
     str | None,
@@ -69,6 +72,9 @@ Within = Annotated[
         "--budget",
     ),
 ]
+Most = Annotated[
+    str | None, optional("SIZE", "Exit with code 1 if the job needs more, as on another GPU: 24GiB.", "--max")
+]
 
 
 @with_job()
@@ -84,12 +90,16 @@ def estimate(
     report: ReportFile = None,
     compiled: Compiled = False,
     budget: Within = None,
+    most: Most = None,
     json: AsJson = False,
 ) -> Outcome:
     """Estimate the memory of training a model, or of a script: does it fit, what takes the space, what would fit."""
     check_writable(snapshot, ".pickle")
     check_report(report)
     limit = _budget(budget, job, compiled=compiled)
+    most_bytes = None if most is None else Budget.parse(most).nbytes
+    if most is not None and most_bytes is None:
+        raise RequestError(f"--max {most}: the most that the job may need is a size; write one like 24GiB")
     if isinstance(job.model, Script):
         from overspill.estimation.script_process import client
 
@@ -121,13 +131,32 @@ def estimate(
         # Files, then the verdict.
         asked = gpu is not None
         answer = estimate_answer(request, made, gpu=setting.device.name if asked else None, within=within)
-        page = estimate_page(made, asked=asked, within=within)
+        page = estimate_page(made, asked=asked, within=within, then=_next(made, job, asked=asked))
         if snapshot is not None:
             made.save_snapshot(snapshot)
             narrator.line(f"saved {snapshot}: open it at https://pytorch.org/memory_viz")
-    fits = not asked or (made if made.compiled is None else made.compiled).fits()
-    code = 0 if fits and not isinstance(within, InfeasibleBudgetError) else 1
-    return of_page(answer, page, {"report": report}, code)
+    taken = made if made.compiled is None else made.compiled
+    fits = not asked or taken.fits()
+    complaint = ""
+    if most_bytes is not None and (needed := taken.minimum_capacity_bytes) > most_bytes:
+        complaint = f"it needs {', more than --max '.join(format_apart(needed, most_bytes))}"
+    code = 0 if fits and not complaint and not isinstance(within, InfeasibleBudgetError) else 1
+    return of_page(answer, page, {"report": report}, code, complaint)
+
+
+def _next(made: Estimate, job: Job, *, asked: bool) -> PasteLine | None:
+    """Return what to do after the estimate, as a line to paste; None for jobs that nothing else takes."""
+    from overspill.report.page import PasteLine
+
+    if isinstance(job.model, Source):
+        return None
+    if not asked:
+        return PasteLine(same_job("estimate", "--gpu", "rtx4090"), "Does it fit? Name your GPU (`overspill devices`):")
+    if not made.fits():
+        return PasteLine(same_job("advise"), "What would make it fit, each change tried:")
+    if job.optimizer is None or job.parallel is not None:
+        return None
+    return PasteLine(same_job("plan", "--budget", "50%"), "It fits. What half of its memory would cost:")
 
 
 def estimated(

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.advice import Advice
 
-from .page import Column, Page, Table, Unit, Verdict
+from .page import Column, Page, PasteLine, Table, Unit, Verdict
 from .tables import Cell
+
+MOST_LINES = 3
+"""The most changes whose lines are shown to paste."""
+_OF_TRAINER = (
+    (r"activation checkpointing", "gradient_checkpointing=True"),
+    (r"mixed precision: torch.autocast in bfloat16", "bf16=True"),
+    (r"mixed precision: torch.autocast in float16", "fp16=True"),
+    (r"batch (\d+) instead of \d+, accumulating gradients over (\d+)",
+        r"per_device_train_batch_size=\1, gradient_accumulation_steps=\2"),
+    (r"torch\.optim\.AdamW\(…, fused=True\)", 'optim="adamw_torch_fused"'),
+    (r"adamw8bit of bitsandbytes", 'optim="adamw_bnb_8bit"'),
+    (r"adafactor", 'optim="adafactor"'),
+    (r'overspill\.compile\(model, budget=("\w+")', r"callbacks=[overspill.callbacks.Budget(\1)]"),
+)  # fmt: skip
+"""Changes as they are worded, and the arguments of TrainingArguments, or of Trainer, that make them."""
 
 
 def advice_answer(advice: Advice) -> dict[str, Any]:
@@ -43,6 +59,7 @@ def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_
 
     `left_out` maps each change that was tried without success to the reason.
     """
+    found = [_sized(advice, made.device.memory_bytes) for advice in found]
     as_it_is = ("as it is", made.minimum_capacity_bytes, made.total_bytes, made.fits(), None, None)
     explained = (
         "Needs: the smallest memory that the job survives on. Takes: what it has of a large one, with what PyTorch's "
@@ -55,21 +72,43 @@ def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_
     if not found:
         notes.append("Nothing that was tried makes it need less.")
     title = f"What {made.name} needs on {made.device.name}, and what takes less"
-    return Page(title, Verdict(verdict.text, verdict.good), (changes_table(found, as_it_is),), tuple(notes))
+    table = changes_table(found, made.device.memory_bytes, as_it_is)
+    lines = [PasteLine(line, f"{advice.what}:") for advice in found if advice.fits and (line := _for_trainer(advice))]
+    helped = () if made.fits() else tuple(lines[:MOST_LINES])
+    return Page(title, Verdict(verdict.text, verdict.good), (table,), tuple(notes), helped)
 
 
-def changes_table(found: Sequence[Advice], *first: tuple[Cell, ...]) -> Table:
-    """Return the table of the changes that help, below the rows `first`."""
+def changes_table(found: Sequence[Advice], memory_bytes: int, *first: tuple[Cell, ...]) -> Table:
+    """Return the table of the changes that help on a device of these bytes, below the rows `first`."""
     columns = (
         Column("change"), Column("needs", Unit.BYTES), Column("takes", Unit.BYTES), Column("fits"),
         Column("step", Unit.SECONDS), Column("cost"),
     )  # fmt: skip
-    return Table("What would help, the cheapest first", columns, (*first, *map(_row, found)))
+    rows = (_row(_sized(advice, memory_bytes)) for advice in found)
+    return Table("What would help, the cheapest first", columns, (*first, *rows))
 
 
 def _row(advice: Advice) -> tuple[Cell, ...]:
     host = "" if advice.host_bytes is None else f"; {format_bytes(advice.host_bytes)} of the host's memory"
+    line = _for_trainer(advice)
+    trainer = f"; in Trainer: {line}" if line else ""
     return (
         advice.what, advice.minimum_capacity_bytes, advice.total_bytes, advice.fits, advice.step_seconds,
-        f"{advice.cost}{host}",
+        f"{advice.cost}{host}{trainer}",
     )  # fmt: skip
+
+
+def _sized(advice: Advice, memory_bytes: int) -> Advice:
+    """Return advice to call Overspill with the budget in place of an ellipsis: what it needs, or all of the device."""
+    rounded = -(-(advice.minimum_capacity_bytes or memory_bytes) >> 20)
+    size = f'"{min(rounded, memory_bytes >> 20)}MiB"' if advice.fits is not False else f'"{rounded}MiB"'
+    what = advice.what.replace("budget=…", f"budget={size}")
+    return replace(advice, what=what.replace("train_step(…)", f"train_step(model, loss_fn, optimizer, budget={size})"))
+
+
+def _for_trainer(advice: Advice) -> str:
+    """Return the argument by which transformers' Trainer makes the change; empty where it has none, or several."""
+    for pattern, line in _OF_TRAINER:
+        if (found := re.match(pattern, advice.what)) is not None:
+            return found.expand(line)
+    return ""

@@ -19,7 +19,7 @@ from overspill.estimation.unspecified import Unspecified
 from overspill.plans.plan import Plan
 
 from .advice import advice_answer, changes_table
-from .page import Column, Figure, Mark, Ops, Page, Step, StepRun, Table, Tensors, Unit, Verdict, Words
+from .page import Column, Figure, Mark, Ops, Page, PasteLine, Step, StepRun, Table, Tensors, Unit, Verdict, Words
 from .page.columns import columns_of, frames_of, shape_of
 
 MOST_LAYERS, SHOWN = 30, 5
@@ -29,12 +29,17 @@ FAR = 3
 
 
 def estimate_page(
-    made: Estimate, title: str | None = None, *, asked: bool = True, within: Plan | InfeasibleBudgetError | None = None
+    made: Estimate,
+    title: str | None = None,
+    *,
+    asked: bool = True,
+    within: Plan | InfeasibleBudgetError | None = None,
+    then: PasteLine | None = None,
 ) -> Page:
     """Return the page of an estimate.
 
     `asked` is whether the user named a device; the page has a verdict only then. `within` is the plan of the compiled
-    step within a budget, or why no plan exists.
+    step within a budget, or why no plan exists. `then` is what to do next.
     """
     changes = made.changes if asked else ()
     batch = "" if made.batch is None else f", batch {made.batch}"
@@ -42,7 +47,7 @@ def estimate_page(
         title or f"{made.name}{batch}{f' on {made.device.name}' if asked else ''}",
         estimate_verdict(made, tuple(_further(made, within, asked=asked)), asked=asked),
         (
-            *([changes_table(changes)] if changes else []),
+            *([changes_table(changes, made.device.memory_bytes)] if changes else []),
             lambda: (_step(made),),
             parts_table(made),
             _layers(made),
@@ -50,9 +55,12 @@ def estimate_page(
         ),
         (
             "Everything is estimated by running the job on a GPU that is not there; nothing was measured.",
-            *([] if made.retrace is None else [made.retrace.job.said()]),
+            *([] if made.retrace is None else [f"The job: {made.retrace.job.said()}."]),
             *([] if made.unspecified is None else [open_settings(made.unspecified)]),
         ),
+        (then or PasteLine("overspill.advise(...)", "What would make it fit, for the arguments of this estimate:"),)
+        if then or (asked and not made.fits())
+        else (),
     )
 
 
@@ -139,8 +147,8 @@ def open_settings(unspecified: Unspecified) -> str:
     """Return the settings that were not given, how far they move the figure, and that giving them helps."""
     more, less = format_bytes(unspecified.more), format_bytes(unspecified.less)
     return (
-        f"{more} more and {less} less than that may be of what is not said; this or its contrary narrows it: "
-        f"{', '.join(unspecified.options)}"
+        f"Settings that were not given may make it {more} more or {less} less: give "
+        f"{', '.join(unspecified.options)}, or the contrary (--no-…), as your loop has it."
     )
 
 

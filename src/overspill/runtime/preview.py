@@ -90,7 +90,7 @@ class JobStep:
 
     def least_bytes(self) -> int | None:
         """Return bytes that no plan by `auto` does without; None if it takes other captures long to say."""
-        if self.options.backend != "eager" or policy_named(self.options.policy).name != Auto.name:
+        if self.options.backend != "eager" or str(policy_named(self.options.policy)) != Auto.name:
             return None
         programs = (StepProgram(one.graph, algorithms=memory_optimal(one.graph)) for one in self.captures)
         return min(floor_of(program).nbytes for program in programs) + self.account.context_bytes
