@@ -85,16 +85,25 @@ class ExpandableSegments {
 
     // Unmap all whole pages inside free blocks, and give up segments that are left without memory.
     void release(Pool& pool) {
-        for (PoolBlock* block : snapshot(pool.free)) {
-            unmap(block);
-            if (block->split()) continue;
-            pool.unmapped.erase(Key{block->stream, block->address});
-            device_.unreserve(block->address, block->size);
-            blocks_.drop(block);
-        }
+        for (PoolBlock* block : snapshot(pool.free)) release(pool, block);
+    }
+
+    // The same, the largest blocks first, until it is enough.
+    template <typename Enough>
+    void release(Pool& pool, const Enough& enough) {
+        const auto blocks = snapshot(pool.free);
+        for (auto block = blocks.rbegin(); block != blocks.rend() && !enough(); ++block) release(pool, *block);
     }
 
   private:
+    void release(Pool& pool, PoolBlock* block) {
+        unmap(block);
+        if (block->split()) return;
+        pool.unmapped.erase(Key{block->stream, block->address});
+        device_.unreserve(block->address, block->size);
+        blocks_.drop(block);
+    }
+
     static Bytes room(const PoolBlock* block) {
         const PoolBlock* following = block->next;
         return block->size + (following != nullptr && !following->mapped ? following->size : 0);

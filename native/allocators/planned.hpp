@@ -8,8 +8,9 @@
 //
 // While it is leased, planned blocks come and go by the guard's bits alone. When the heap would have to grow, the region
 // is lent to it: planned blocks become blocks of the heap, and what is between them is free. The next planned request
-// takes the region back, around what lives there. Where both together would hold more than ever lived at once, as in a
-// step that no plan knows, free pages are given back first, and the rest of the step is the heap's.
+// takes the region back, around what lives there, once the step is known for sure. Where both together would hold more
+// than ever lived at once, as in a step that no plan knows, free pages are given back first, and the rest of the step is
+// the heap's.
 #pragma once
 
 #include <algorithm>
@@ -140,8 +141,8 @@ class PlannedAllocator final : public CachingAllocator {
 
   private:
     static constexpr std::int64_t kMostRequests = std::int64_t{1} << 20;
-    static constexpr Bytes kSlack = 64;      // beyond what ever lived, the 64th part of it
-    static constexpr Bytes kSlackPages = 2;  // and two pages
+    static constexpr Bytes kSlack = 256;  // beyond what ever lived, the 256th part of it and a page
+    static constexpr Bytes kGiven = 16;   // at once, for the GPU is waited for: the 16th part at least
     static constexpr std::int64_t kTrusted = 32;  // steps after which nobody looks for longer ones
 
     // A stream: its requests, the steps that they make, and its region.
@@ -221,7 +222,6 @@ class PlannedAllocator final : public CachingAllocator {
         if (marked_ || !watches(lane)) lane.log.forget_before(now);
         shapes.follow(nullptr, 0);
         lane.crowded = false;
-        stuck_ = 0;
         install(lane);
         // What no plan knew may have left memory behind.
         lane.clean_steps = clean ? lane.clean_steps + 1 : 0;
@@ -288,23 +288,28 @@ class PlannedAllocator final : public CachingAllocator {
         }
         // In a step as planned the region is needed, whatever lies idle in it now.
         const bool as_planned = lane.leased && lane.shapes.followed != nullptr && lane.shapes.clean;
-        if (block == nullptr && !as_planned && crowds(round_up(size, kPageBytes))) {
-            release_cached();
+        const Bytes more = round_up(size, kPageBytes);
+        if (block == nullptr && !as_planned && excess(more) > 0) {
+            for (const auto& other : lanes_)
+                if (other != nullptr) lend(*other);
+            give_back(excess(more));
             lane.crowded = true;
-            stuck_ = reserved.now - allocated.now;
         }
         if (block == nullptr) block = new_block(pool, size, lane.stream);
         return block == nullptr ? nullptr : cut_off(pool, block, size);
     }
 
-    // Whether so much new memory would go beyond what ever lived at once, while more lies idle than could not be given
-    // back the last time.
-    bool crowds(Bytes more) const {
+    // By how much so much new memory would go beyond what ever lived at once.
+    Bytes excess(Bytes more) const {
         const bool planned = std::any_of(lanes_.begin(), lanes_.end(),
                                          [](const auto& lane) { return lane != nullptr && lane->wanted > 0; });
         const Bytes lived = std::max(most_, allocated.now + more);
-        const Bytes slack = lived / kSlack + kSlackPages * kPageBytes;
-        return planned && reserved.now + more > lived + slack && reserved.now - allocated.now > stuck_ + slack;
+        return planned ? reserved.now + more - lived - lived / kSlack - kPageBytes : 0;
+    }
+
+    void give_back(Bytes nbytes) {
+        const Bytes left = reserved.now - std::max(nbytes, most_ / kGiven);
+        for (Pool* pool : {&large_, &small_}) expandable_->release(*pool, [&] { return reserved.now <= left; });
     }
 
     // --- Plans.
@@ -315,7 +320,7 @@ class PlannedAllocator final : public CachingAllocator {
             ++counts_.foreign;
             return heap_block(lane, size, true);
         }
-        if (!lane.leased && lane.crowded) {
+        if (!lane.leased && (lane.crowded || !(marked_ || lane.shapes.sure))) {
             ++counts_.displaced;
             return heap_block(lane, size, true);
         }
@@ -535,11 +540,10 @@ class PlannedAllocator final : public CachingAllocator {
             else
                 own.push_back(block);
         }
-        if (without == 0 || !crowds(without)) return;
+        if (without == 0 || excess(without) <= 0) return;
         for (PoolBlock* block : own) large_.free.erase(key(block));
-        CachingAllocator::release_cached();
+        give_back(excess(without));
         for (PoolBlock* block : own) put(block);
-        stuck_ = 0;
     }
 
     // Set the guard, cut at the edges of all plans, by what lives.
@@ -581,8 +585,7 @@ class PlannedAllocator final : public CachingAllocator {
     std::vector<std::unique_ptr<Lane>> lanes_;
     PlannedCounts counts_;
     bool marked_ = false;
-    Bytes most_ = 0;   // that ever lived at once
-    Bytes stuck_ = 0;  // idle bytes that were left when free pages were given back
+    Bytes most_ = 0;  // that ever lived at once
 };
 
 inline const Registered kPlanned("planned", [](Device& device, const Settings& settings) -> std::unique_ptr<Allocator> {

@@ -62,6 +62,7 @@ class Driver {
         load(event_record, "cuEventRecord");
         load(event_query, "cuEventQuery");
         load(event_destroy, "cuEventDestroy_v2");
+        load(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
         load(error_name, "cuGetErrorName");
         // Virtual memory, which old drivers do not have.
         find(granularity, "cuMemGetAllocationGranularity");
@@ -115,6 +116,7 @@ class Driver {
     Result (*event_record)(Event, Stream);
     Result (*event_query)(Event);
     Result (*event_destroy)(Event);
+    Result (*exchange_capture_mode)(int*);
     Result (*error_name)(Result, const char**);
     Result (*granularity)(std::size_t*, const MemoryProperties*, int);
     Result (*address_reserve)(DevicePointer*, std::size_t, std::size_t, DevicePointer, unsigned long long);
@@ -137,6 +139,19 @@ class Driver {
     }
 
     void* library_;
+};
+
+// While it lives this thread may map memory although a graph is captured.
+class BesideCapture {
+  public:
+    explicit BesideCapture(const Driver& driver) : driver_(driver) { driver_.exchange_capture_mode(&mode_); }
+    ~BesideCapture() { driver_.exchange_capture_mode(&mode_); }
+    BesideCapture(const BesideCapture&) = delete;
+    BesideCapture& operator=(const BesideCapture&) = delete;
+
+  private:
+    const Driver& driver_;
+    int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
 };
 
 // While it lives a device's primary context is this thread's.

@@ -29,6 +29,7 @@ class GpuDevice final : public Device {
     std::optional<Address> malloc(Bytes nbytes) override {
         if (!room(nbytes)) return std::nullopt;
         const InContext here(driver_, context_);
+        const BesideCapture beside(driver_);
         DevicePointer address = 0;
         const Result result = driver_.memory_alloc(&address, static_cast<std::size_t>(nbytes));
         if (result == kOutOfMemory) return std::nullopt;
@@ -66,6 +67,7 @@ class GpuDevice final : public Device {
     bool map(Address address, Bytes nbytes) override {
         if (!room(nbytes)) return false;
         const InContext here(driver_, context_);
+        const BesideCapture beside(driver_);
         if (nbytes > kMuchBytes && !has_free(nbytes)) return false;
         Address at = address;
         Result result = kSuccess;

@@ -199,11 +199,22 @@ OVERSPILL_API void overspill_reset_peaks(int device) {
 }
 }
 
-// What PyTorch calls where a graph is captured or a MemPool is used, by the address that overspill_pool_refusal gives.
-static void refuse_pool(int, std::pair<std::uint64_t, std::uint64_t>, std::function<bool(Stream)>) {
-    throw std::runtime_error(
-        "CUDA graphs and torch.cuda.MemPool do not work with Overspill's allocator: leave them out, as "
-        "mode=\"reduce-overhead\" of torch.compile, or leave overspill.allocator out");
+// --- What PyTorch calls around the capture of a graph, by the addresses that overspill_pool_function gives. Their types
+// are C++'s; those of PyTorch have the same layout.
+
+static void begin_capture(int device, overspill::live::PoolId pool, overspill::live::InCapture in_capture) {
+    service(device).begin_capture(pool, std::move(in_capture));
 }
 
-extern "C" OVERSPILL_API void* overspill_pool_refusal() { return reinterpret_cast<void*>(&refuse_pool); }
+static void end_capture(int device, overspill::live::PoolId pool) { service(device).end_capture(pool); }
+
+// Destructors call this too.
+static void release_pool(int device, overspill::live::PoolId pool) {
+    if (!attempt([&] { service(device).release_pool(pool); })) std::fprintf(stderr, "overspill: %s\n", last_error.c_str());
+}
+
+extern "C" OVERSPILL_API void* overspill_pool_function(int which) {
+    const std::array<void*, 3> functions{reinterpret_cast<void*>(&begin_capture), reinterpret_cast<void*>(&end_capture),
+                                         reinterpret_cast<void*>(&release_pool)};
+    return functions.at(static_cast<std::size_t>(which));
+}

@@ -1,4 +1,7 @@
-// One GPU's allocator for PyTorch: streams and their events, out of memory, statistics, and a checker.
+// One GPU's allocator for PyTorch: streams and their events, CUDA graphs, out of memory, statistics, and a checker.
+//
+// While a graph is captured nobody may wait for the GPU, so no memory is unmapped: the allocator is not asked. Requests of
+// the capture come from the graph's pool, any others from a pool beside it, and what is freed waits for the end.
 #pragma once
 
 #include <array>
@@ -6,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -48,6 +52,19 @@ class Checker {
     std::map<Address, Address> live_;
 };
 
+using PoolId = std::pair<std::uint64_t, std::uint64_t>;
+using InCapture = std::function<bool(Stream)>;  // whether a stream is one of those that are captured
+
+// The memory of graphs. They write to blocks that were freed long ago, so nothing is given back before the last is gone.
+class GraphPool final : public CachingAllocator {
+  public:
+    using CachingAllocator::CachingAllocator;
+    void release_cached() override {}
+    void close() { CachingAllocator::release_cached(); }
+
+    std::int64_t graphs = 0;
+};
+
 class Service {
   public:
     // The allocator `name`; where the driver has no virtual memory, one that caches by PyTorch's rules.
@@ -62,24 +79,26 @@ class Service {
         const std::lock_guard lock(mutex_);
         finish_frees();
         const std::int32_t number = number_of(stream);
-        PoolBlock* block = allocator_->allocate_block(nbytes, number);
-        while (block == nullptr && !waiting_.empty()) {  // memory that other streams were about to give back
+        Allocator& from = source_of(stream);
+        PoolBlock* block = from.allocate_block(nbytes, number);
+        while (block == nullptr && captures_.empty() && !waiting_.empty()) {  // memory that other streams were about to give back
             {
                 const InContext here(driver_, device_.context());
                 driver_.check(driver_.synchronize(), "cuCtxSynchronize");
             }
             finish_frees();
-            block = allocator_->allocate_block(nbytes, number);
+            block = from.allocate_block(nbytes, number);
         }
         device_.trim();
         if (block == nullptr) {
             ++out_of_memory_;
             throw OutOfMemoryError(told(nbytes));
         }
-        ++allocator_->clock;
-        allocator_->segment_log.clear();
-        live_.emplace(block->address, Live{block, {}});
+        ++from.clock;
+        from.segment_log.clear();
+        live_.emplace(block->address, Live{block, &from, {}});
         ++taken_;
+        note_peaks();
         if (checker_) checker_->took(device_, block->address, nbytes);
         return reinterpret_cast<void*>(block->address);
     }
@@ -94,21 +113,10 @@ class Service {
         Live live = std::move(found->second);
         live_.erase(found);
         ++given_;
-        if (live.users.empty()) {
-            release(live.block);
-            return true;
-        }
-        // Other streams have used it: it is free when they have passed this point.
-        const InContext here(driver_, device_.context());
-        Waiting waits{live.block, {}};
-        for (const Stream user : live.users) {
-            const Event event = event_of();
-            const Result result = driver_.event_record(event, user);
-            if (result == kDeinitialized) return true;  // the process ends
-            driver_.check(result, "cuEventRecord");
-            waits.events.push_back(event);
-        }
-        waiting_.push_back(std::move(waits));
+        if (!captures_.empty() && (live.from == allocator_.get() || !live.users.empty()))
+            postponed_.push_back(std::move(live));
+        else
+            free(live);
         return true;
     }
 
@@ -129,6 +137,36 @@ class Service {
         return pointer;
     }
 
+    // From here on the requests of a capture go to the pool `id`, which other graphs may have too.
+    void begin_capture(PoolId id, InCapture in_capture) {
+        const std::lock_guard lock(mutex_);
+        for (const auto& capture : captures_)
+            if (capture.first == id) throw std::runtime_error("two graphs that share a pool are captured at once");
+        auto& pool = pools_[id];
+        if (pool == nullptr) pool = std::make_unique<GraphPool>(device_, pool_config());
+        ++pool->graphs;
+        captures_.emplace_back(id, std::move(in_capture));
+    }
+
+    void end_capture(PoolId id) {
+        const std::lock_guard lock(mutex_);
+        std::erase_if(captures_, [&](const auto& capture) { return capture.first == id; });
+        if (!captures_.empty()) return;
+        for (Live& live : std::exchange(postponed_, {})) free(live);
+        if (beside_ != nullptr) closed_.push_back(std::move(beside_));
+        drop_closed();
+    }
+
+    // A graph of the pool is gone.
+    void release_pool(PoolId id) {
+        const std::lock_guard lock(mutex_);
+        const auto found = pools_.find(id);
+        if (found == pools_.end() || --found->second->graphs > 0) return;
+        closed_.push_back(std::move(found->second));
+        pools_.erase(found);
+        drop_closed();
+    }
+
     void end_step() {
         const std::lock_guard lock(mutex_);
         allocator_->mark();
@@ -136,6 +174,7 @@ class Service {
 
     void empty_cache() {
         const std::lock_guard lock(mutex_);
+        if (!captures_.empty()) return;
         if (!waiting_.empty()) {
             const InContext here(driver_, device_.context());
             driver_.check(driver_.synchronize(), "cuCtxSynchronize");
@@ -157,17 +196,18 @@ class Service {
     static constexpr int kFigures = 21;
     void figures(std::int64_t* into) {
         const std::lock_guard lock(mutex_);
+        const auto now = bytes_now();
         const std::array<std::int64_t, 14> found{
-            allocator_->requested.now,
-            allocator_->requested.peak,
-            allocator_->allocated.now,
-            allocator_->allocated.peak,
-            allocator_->reserved.now,
-            allocator_->reserved.peak,
+            now[0],
+            std::max(allocator_->requested.peak, peaks_[0]),
+            now[1],
+            std::max(allocator_->allocated.peak, peaks_[1]),
+            now[2],
+            std::max(allocator_->reserved.peak, peaks_[2]),
             static_cast<std::int64_t>(live_.size()),
             taken_,
             given_,
-            static_cast<std::int64_t>(waiting_.size()),
+            static_cast<std::int64_t>(waiting_.size() + postponed_.size()),
             allocator_->retries,
             out_of_memory_,
             planned_ == nullptr ? 0 : planned_->region_bytes(),
@@ -180,6 +220,7 @@ class Service {
     void reset_peaks() {
         const std::lock_guard lock(mutex_);
         for (Gauge* gauge : {&allocator_->requested, &allocator_->allocated, &allocator_->reserved}) gauge->peak = gauge->now;
+        peaks_ = bytes_now();
     }
 
   private:
@@ -192,12 +233,61 @@ class Service {
 
     struct Live {
         PoolBlock* block;
+        Allocator* from;
         std::vector<Stream> users;
     };
     struct Waiting {
-        PoolBlock* block;
+        Live live;
         std::vector<Event> events;
     };
+
+    CachingConfig pool_config() const {
+        CachingConfig config;
+        config.expandable_segments = device_.is_virtual();
+        if (config.expandable_segments) config.large_segment_bytes = kPageBytes;
+        return config;
+    }
+
+    Allocator& source_of(Stream stream) {
+        if (captures_.empty()) return *allocator_;
+        for (const auto& [id, in_capture] : captures_)
+            if (in_capture(stream)) return *pools_.at(id);
+        if (beside_ == nullptr) beside_ = std::make_unique<GraphPool>(device_, pool_config());
+        return *beside_;
+    }
+
+    // Pools without graphs and blocks go; a block that was freed may still be in use by other streams.
+    void drop_closed() {
+        if (!captures_.empty()) return;
+        std::erase_if(closed_, [](const auto& pool) {
+            if (pool->allocated.now > 0) return false;
+            pool->close();
+            return true;
+        });
+        device_.trim();
+    }
+
+    // Requested, allocated and reserved bytes of the allocator and all pools.
+    std::array<Bytes, 3> bytes_now() const {
+        std::array<Bytes, 3> sum{};
+        const auto add = [&](const Allocator* one) {
+            if (one == nullptr) return;
+            sum[0] += one->requested.now;
+            sum[1] += one->allocated.now;
+            sum[2] += one->reserved.now;
+        };
+        add(allocator_.get());
+        add(beside_.get());
+        for (const auto& pool : pools_) add(pool.second.get());
+        for (const auto& pool : closed_) add(pool.get());
+        return sum;
+    }
+
+    void note_peaks() {
+        if (pools_.empty() && closed_.empty() && beside_ == nullptr) return;  // the allocator has its own
+        const auto now = bytes_now();
+        for (std::size_t i = 0; i < now.size(); ++i) peaks_[i] = std::max(peaks_[i], now[i]);
+    }
 
     std::int32_t number_of(Stream stream) {
         return streams_.try_emplace(stream, static_cast<std::int32_t>(streams_.size())).first->second;
@@ -214,14 +304,30 @@ class Service {
         return event;
     }
 
-    void release(PoolBlock* block) {
-        allocator_->free_block(block);
-        ++allocator_->clock;
+    void free(Live& live) {
+        if (live.users.empty()) return release(live);
+        // Other streams have used it: it is free when they have passed this point.
+        const InContext here(driver_, device_.context());
+        Waiting waits{std::move(live), {}};
+        for (const Stream user : waits.live.users) {
+            const Event event = event_of();
+            const Result result = driver_.event_record(event, user);
+            if (result == kDeinitialized) return;  // the process ends
+            driver_.check(result, "cuEventRecord");
+            waits.events.push_back(event);
+        }
+        waiting_.push_back(std::move(waits));
+    }
+
+    void release(const Live& live) {
+        live.from->free_block(live.block);
+        ++live.from->clock;
+        if (live.from != allocator_.get()) drop_closed();
     }
 
     // Free what other streams have passed.
     void finish_frees() {
-        if (waiting_.empty()) return;
+        if (waiting_.empty() || !captures_.empty()) return;
         const InContext here(driver_, device_.context());
         std::erase_if(waiting_, [this](Waiting& waits) {
             while (!waits.events.empty()) {
@@ -231,7 +337,7 @@ class Service {
                 events_.push_back(waits.events.back());
                 waits.events.pop_back();
             }
-            release(waits.block);
+            release(waits.live);
             return true;
         });
     }
@@ -249,10 +355,11 @@ class Service {
             std::snprintf(found.data(), found.size(), mib < 1024 ? "%.2f MiB" : "%.2f GiB", mib < 1024 ? mib : mib / 1024);
             return std::string(found.data());
         };
+        const auto now = bytes_now();
         return "CUDA out of memory. Tried to allocate " + text(nbytes) + ". GPU " + std::to_string(ordinal_) +
                " has a total capacity of " + text(total) + " of which " + text(free_bytes) +
-               " is free. Of the memory that Overspill's allocator holds, " + text(allocator_->allocated.now) +
-               " is allocated, and " + text(allocator_->reserved.now - allocator_->allocated.now) + " is reserved but unallocated.";
+               " is free. Of the memory that Overspill's allocator holds, " + text(now[1]) +
+               " is allocated, and " + text(now[2] - now[1]) + " is reserved but unallocated.";
     }
 
     const Driver& driver_;
@@ -264,6 +371,12 @@ class Service {
     std::unique_ptr<Checker> checker_;
     std::unordered_map<Address, Live> live_;
     std::deque<Waiting> waiting_;
+    std::map<PoolId, std::unique_ptr<GraphPool>> pools_;
+    std::vector<std::pair<PoolId, InCapture>> captures_;
+    std::unique_ptr<GraphPool> beside_;
+    std::vector<std::unique_ptr<GraphPool>> closed_;
+    std::vector<Live> postponed_;
+    std::array<Bytes, 3> peaks_{};
     std::unordered_map<Stream, std::int32_t> streams_;
     std::vector<Event> events_;
     std::int64_t taken_ = 0, given_ = 0, out_of_memory_ = 0;

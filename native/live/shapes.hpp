@@ -75,6 +75,7 @@ class Shapes {
     Shape* followed = nullptr;
     std::size_t next = 0;  // λ
     bool clean = true;     // whether the step was as expected so far
+    bool sure = false;     // whether so many requests in a row were as expected that it is no other step
     std::int64_t clock = 0;
 
     // Begin a step whose first request is of `size`.
@@ -94,6 +95,8 @@ class Shapes {
         followed = shape;
         next = from;
         misses_ = 0;
+        run_ = 0;
+        sure = false;
         clean = true;
         if (shape != nullptr) shape->used = ++clock;
     }
@@ -106,8 +109,10 @@ class Shapes {
         const Steps* expected = &followed->expected;
         if (next < expected->size() && (*expected)[next].takes(size)) [[likely]] {
             misses_ = 0;
+            if (++run_ >= std::min(kSure, expected->size())) sure = true;
             return next++;
         }
+        run_ = 0;
         if (clean && other_with(size, log, begin)) return next++;
         clean = false;
         // Some requests more or fewer than expected: go on where one of just this size is near.
@@ -186,6 +191,7 @@ class Shapes {
 
   private:
     static constexpr std::size_t kNear = 8;
+    static constexpr std::size_t kSure = 8;
     static constexpr int kMostMisses = 8;
     static constexpr std::size_t kMostShapes = 32;
     static constexpr std::size_t kMostCandidates = 4;
@@ -230,6 +236,7 @@ class Shapes {
     Solver& solver_;
     std::deque<Steps> candidates_;
     int misses_ = 0;
+    std::size_t run_ = 0;
 };
 
 }  // namespace overspill::live

@@ -97,17 +97,82 @@ def streams() -> dict[str, Any]:
     return {"waiting": [waiting, used.figures().waiting], "used_bytes": stand_in.used_bytes()}
 
 
+def _graphs_on(name: str) -> dict[str, Any]:
+    """Two graphs in one pool: a step of training, and work of two streams; blocks of each kind are freed in between."""
+    used = overspill.allocator(name)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4096, 256, device="cuda")
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    other, beside = torch.cuda.Stream(), torch.cuda.Stream()
+    for _ in range(4):
+        step()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    late, shared = torch.empty(9 * MIB, device="cuda"), torch.empty(3 * MIB, device="cuda")
+    shared.record_stream(other)
+    whole, small = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(whole):
+        step()
+        with torch.cuda.stream(beside):  # not captured
+            foreign = torch.empty(5 * MIB, device="cuda")
+        del late, shared
+        waiting = used.figures().waiting
+        overspill.step()
+    with torch.cuda.graph(small, pool=whole.pool()):
+        y = torch.zeros(MIB, device="cuda")
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            z = y + 1
+        y.record_stream(other)
+        start, stop = y.data_ptr(), y.data_ptr() + y.nbytes
+        del y
+        torch.cuda.current_stream().wait_stream(other)
+    launches = stand_in.counts().launches
+    whole.replay()
+    small.replay()
+    launches = stand_in.counts().launches - launches
+    # What the graphs write to is nobody else's, although its blocks were freed.
+    taken = [torch.empty(MIB, device="cuda") for _ in range(40)]
+    apart = all(t.data_ptr() >= stop or t.data_ptr() + t.nbytes <= start for t in taken)
+    held = torch.cuda.memory_reserved() - before > 40 * taken[0].nbytes
+    del taken
+    step()
+    ones = z.numel()
+    whole.reset()
+    small.reset()
+    del whole, small, z, foreign
+    torch.cuda.empty_cache()
+    return {
+        "waiting": waiting, "launches": launches > 20, "apart": apart, "held": held, "ones": ones,
+        "left": torch.cuda.memory_reserved() - before, "used": stand_in.used_bytes() == used.figures().reserved,
+    }  # fmt: skip
+
+
+def graphs_on_planned() -> dict[str, Any]:
+    return _graphs_on("planned")
+
+
+def graphs_on_chunked() -> dict[str, Any]:
+    return _graphs_on("chunked")
+
+
+def graphs_on_gtbm() -> dict[str, Any]:
+    return _graphs_on("gtbm")
+
+
 def errors() -> dict[str, Any]:
     """What it says where something cannot be."""
     overspill.allocator()
     torch.zeros(1, device="cuda")
-
-    def capture() -> None:
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            torch.zeros(1, device="cuda")
-
     return {
-        "graph": failure(capture),
+        "pool": failure(torch.cuda.MemPool),
+        "checkpoint": failure(lambda: torch._C._cuda_getCheckpointState(0, torch.cuda.graph_pool_handle())),
         "snapshot": failure(torch.cuda.memory._snapshot),
         "memory": failure(lambda: torch.empty(1 << 41, dtype=torch.uint8, device="cuda")),
         "ones": torch.ones(3, device="cuda").numel(),

@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -55,6 +56,9 @@ std::atomic<std::uint64_t> next_number{0x10000};
 std::atomic<std::uint64_t> waited_events{0};
 std::array<std::atomic<std::uint64_t>, static_cast<std::size_t>(Counter::kCount)> counters;
 std::array<std::atomic<std::int64_t>, static_cast<std::size_t>(Failing::kCount)> failing;
+std::unordered_map<std::uint64_t, std::uint64_t> captured;         // streams and their captures
+std::unordered_map<std::uint64_t, std::uint64_t> captured_events;  // the same of events
+std::map<std::uint64_t, std::vector<std::function<void(std::uint64_t)>>> graphs;  // what each gives a stream
 std::atomic<bool> broken{false};
 std::atomic<bool> logging{false};
 std::vector<Entry> entries;
@@ -119,6 +123,16 @@ void drop(std::unordered_map<std::uint64_t, Memory>::iterator found) {
     holes[memory.offset] = memory.nbytes;
     used(memory.device) -= memory.nbytes;
     memories.erase(found);
+}
+
+// Keep what a captured stream is given; whether it is one.
+template <typename Work>
+bool is_kept(std::uint64_t stream, const Work& what) {
+    const std::lock_guard lock(guard);
+    const auto found = captured.find(stream);
+    if (found == captured.end()) return false;
+    graphs[found->second].push_back(what);
+    return true;
 }
 
 void log_locked(Kind kind, std::uint64_t stream, std::uint64_t first, std::uint64_t second, std::uint64_t nbytes,
@@ -377,6 +391,11 @@ void record(std::uint64_t event, std::uint64_t stream) {
     const auto found = events.find(event);
     require(found != events.end(), "an event was recorded that is not there");
     found->second = now();
+    const auto capture = captured.find(stream);
+    if (capture != captured.end())
+        captured_events[event] = capture->second;
+    else
+        captured_events.erase(event);
     log_locked(Kind::kRecord, resolve(stream), event, 0, 0, 0);
 }
 
@@ -384,6 +403,8 @@ void wait(std::uint64_t stream, std::uint64_t event) {
     const std::lock_guard lock(guard);
     count(Counter::kWaits);
     require(events.count(event) == 1, "a stream waits for an event that is not there");
+    if (const auto capture = captured_events.find(event); capture != captured_events.end())
+        if (graphs.contains(capture->second)) captured[stream] = capture->second;
     log_locked(Kind::kWait, resolve(stream), event, 0, 0, 0);
 }
 
@@ -426,7 +447,45 @@ float milliseconds_between(std::uint64_t begin, std::uint64_t end) {
 
 std::uint64_t event_syncs() { return waited_events; }
 
+bool begin_capture(std::uint64_t stream) {
+    const std::lock_guard lock(guard);
+    const std::uint64_t graph = next_number += 16;
+    graphs[graph];
+    return stream != 0 && captured.emplace(stream, graph).second;
+}
+
+std::uint64_t end_capture(std::uint64_t stream) {
+    const std::lock_guard lock(guard);
+    const auto found = captured.find(stream);
+    if (found == captured.end()) return 0;
+    const std::uint64_t graph = found->second;
+    std::erase_if(captured, [&](const auto& entry) { return entry.second == graph; });
+    std::erase_if(captured_events, [&](const auto& entry) { return entry.second == graph; });
+    return graph;
+}
+
+std::uint64_t capture_of(std::uint64_t stream) {
+    const std::lock_guard lock(guard);
+    const auto found = captured.find(stream);
+    return found == captured.end() ? 0 : found->second;
+}
+
+bool is_capturing() {
+    const std::lock_guard lock(guard);
+    return !captured.empty();
+}
+
+std::size_t graph_size(std::uint64_t graph) {
+    const std::lock_guard lock(guard);
+    return graphs.at(graph).size();
+}
+
+void launch_graph(std::uint64_t graph, std::uint64_t stream) {
+    for (const auto& work_of : graphs.at(graph)) work_of(stream);
+}
+
 void launch(std::uint64_t stream) {
+    if (is_kept(stream, [](std::uint64_t on) { launch(on); })) return;
     count(Counter::kLaunches);
     ++work;
     if (fails(Failing::kLaunch)) broken = true;
@@ -436,6 +495,7 @@ void launch(std::uint64_t stream) {
 }
 
 void copy(void* target, const void* source, std::size_t nbytes, std::uint64_t stream) {
+    if (is_kept(stream, [=](std::uint64_t on) { copy(target, source, nbytes, on); })) return;
     const bool from_device = device_of(source) >= 0, to_device = device_of(target) >= 0;
     count(Counter::kCopies);
     ++work;
@@ -452,6 +512,7 @@ void copy(void* target, const void* source, std::size_t nbytes, std::uint64_t st
 }
 
 void set(void* target, int value, std::size_t nbytes, std::uint64_t stream) {
+    if (is_kept(stream, [=](std::uint64_t on) { set(target, value, nbytes, on); })) return;
     if (nbytes <= settings().copy_limit_bytes) std::memset(target, value, nbytes);
     ++work;
     const std::lock_guard lock(guard);

@@ -104,6 +104,15 @@ void launch(std::uint64_t stream);
 void copy(void* target, const void* source, std::size_t nbytes, std::uint64_t stream);
 void set(void* target, int value, std::size_t nbytes, std::uint64_t stream);
 
+// Graphs. What a captured stream is given is kept, and done at each launch of the graph. A stream that waits for an event
+// of a captured one is captured too.
+bool begin_capture(std::uint64_t stream);
+std::uint64_t end_capture(std::uint64_t stream);       // the graph; 0: the stream was not captured
+std::uint64_t capture_of(std::uint64_t stream);        // 0: it is not captured
+bool is_capturing();
+std::size_t graph_size(std::uint64_t graph);
+void launch_graph(std::uint64_t graph, std::uint64_t stream);
+
 void log(Kind kind, std::uint64_t stream, std::uint64_t first = 0, std::uint64_t second = 0, std::uint64_t nbytes = 0,
          std::uint32_t label = 0);
 

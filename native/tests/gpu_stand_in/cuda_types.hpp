@@ -24,6 +24,7 @@ enum CUresult {
 };
 enum CUdevice_attribute { CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102 };
 enum CUmemAllocationGranularity_flags : int {};
+enum CUstreamCaptureMode : int {};
 
 using CUdevice = int;
 using CUdeviceptr = unsigned long long;

@@ -13,6 +13,7 @@ static_assert(overspill::live::kHasVirtualMemory == CU_DEVICE_ATTRIBUTE_VIRTUAL_
 
 #include <cstdint>
 #include <cstdio>
+#include <utility>
 
 #include "card.hpp"
 
@@ -26,6 +27,9 @@ void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(static_cast<
 
 // A context is its device's number, off by one: nobody looks into it.
 CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(static_cast<std::uintptr_t>(device) + 1); }
+
+// A real driver refuses, and what was captured is lost.
+void outside_of_captures() { require(!is_capturing(), "the host asks for the end of work while a graph is captured"); }
 
 void in_context() { require(has_context(), "a call outside of any context"); }
 
@@ -115,6 +119,7 @@ CUresult CUDAAPI cuCtxGetDevice(CUdevice* device) {
 
 CUresult CUDAAPI cuCtxSynchronize() {
     in_context();
+    outside_of_captures();
     synchronise_device(current_device());
     return well();
 }
@@ -188,7 +193,15 @@ CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
     record(number(event), number(stream));
     return well();
 }
-CUresult CUDAAPI cuEventQuery(CUevent event) { return ask(number(event)) ? well() : CUDA_ERROR_NOT_READY; }
+CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+    thread_local CUstreamCaptureMode here{};
+    std::swap(here, *mode);
+    return well();
+}
+CUresult CUDAAPI cuEventQuery(CUevent event) {
+    outside_of_captures();
+    return ask(number(event)) ? well() : CUDA_ERROR_NOT_READY;
+}
 CUresult CUDAAPI cuEventDestroy(CUevent event) {
     return destroy_event(number(event)) ? well() : CUDA_ERROR_INVALID_VALUE;
 }

@@ -263,16 +263,37 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     stand_in::wait(number(stream), number(event));
     return result();
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-    *status = cudaStreamCaptureStatusNone;
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+    *status = capture_of(number(stream)) != 0 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return result();
 }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
                                      cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, std::size_t*) {
-    *status = cudaStreamCaptureStatusNone;
-    if (id != nullptr) *id = 0;
+    if (id != nullptr) *id = capture_of(number(stream));
+    return cudaStreamIsCapturing(stream, status);
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+    return result(begin_capture(number(stream)) ? cudaSuccess : cudaErrorStreamCaptureUnsupported);
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+    *graph = reinterpret_cast<cudaGraph_t>(end_capture(number(stream)));
+    return result(*graph != nullptr ? cudaSuccess : cudaErrorIllegalState);
+}
+// A graph and what it becomes are one here, and stay until the process ends.
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
+    *made = reinterpret_cast<cudaGraphExec_t>(graph);
     return result();
 }
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, std::size_t* count) {
+    *count = graph_size(number(graph));
+    return result();
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
+    launch_graph(number(graph), number(stream));
+    return result();
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t) { return result(); }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return result(); }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return result(); }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {

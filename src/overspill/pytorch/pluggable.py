@@ -24,7 +24,8 @@ def is_started() -> bool:
 def change_allocator(library: Path, functions: Mapping[str, int]) -> None:
     """Let PyTorch take all CUDA memory from `library`.
 
-    `functions` are addresses by what they do: record_stream, empty_cache, base_allocation, set_fraction, refuse_pool.
+    `functions` are addresses by what they do: record_stream, empty_cache, base_allocation, set_fraction; and
+    begin_capture, end_capture and release_pool of CUDA graphs.
     """
     changed = memory.CUDAPluggableAllocator(str(library), "overspill_malloc", "overspill_free")
     native = changed.allocator()
@@ -32,7 +33,9 @@ def change_allocator(library: Path, functions: Mapping[str, int]) -> None:
     native.set_reset_fn(functions["empty_cache"])
     native.set_base_alloc_fn(functions["base_allocation"])
     native.set_memory_fraction_fn(functions["set_fraction"])
-    native.set_begin_allocate_to_pool(functions["refuse_pool"])
+    native.set_begin_allocate_to_pool(functions["begin_capture"])
+    native.set_end_allocate_to_pool_fn(functions["end_capture"])
+    native.set_release_pool(functions["release_pool"])
     memory.change_current_allocator(changed)
 
 

@@ -26,9 +26,9 @@ LIVE = (PLANNED, "chunked", "gtbm")
 CHECK = "OVERSPILL_ALLOCATOR_CHECK"
 """Set to 1, every block is checked by books of their own; the process ends where one is wrong."""
 WITHOUT = (
-    "these do not work with it, and PyTorch raises an error where they are asked for: CUDA graphs"
-    ' (torch.compile(mode="reduce-overhead")), torch.cuda.MemPool, torch.cuda.memory._snapshot and'
-    " _record_memory_history, sharing CUDA tensors between processes, torch.backends.cudnn.benchmark."
+    "these do not work with it, and PyTorch raises an error where they are asked for: torch.cuda.MemPool (vLLM's"
+    ' sleep mode), torch.compile(mode="reduce-overhead"), torch.cuda.memory._snapshot and _record_memory_history,'
+    " sharing CUDA tensors between processes, torch.backends.cudnn.benchmark."
     " PYTORCH_CUDA_ALLOC_CONF has no influence"
 )
 _LOG = logging.getLogger("overspill")
@@ -70,7 +70,7 @@ class LiveAllocator:
         self.path = library
         self.virtual = False
         self.library = ctypes.CDLL(str(library))
-        for function in ("take", "pool_refusal"):
+        for function in ("take", "pool_function"):
             getattr(self.library, f"overspill_{function}").restype = ctypes.c_void_p
         self.library.overspill_take.argtypes = (ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
         self.library.overspill_give.argtypes = (ctypes.c_void_p, ctypes.c_int)
@@ -89,7 +89,8 @@ class LiveAllocator:
         """Return the addresses that PyTorch is given besides those of malloc and free."""
         names = ("record_stream", "empty_cache", "base_allocation", "set_fraction")
         found = {name: _address(getattr(self.library, f"overspill_{name}")) for name in names}
-        return found | {"refuse_pool": self.library.overspill_pool_refusal()}
+        pools = ("begin_capture", "end_capture", "release_pool")
+        return found | {name: self.library.overspill_pool_function(which) for which, name in enumerate(pools)}
 
     def step(self) -> None:
         """End a step here, on all GPUs."""

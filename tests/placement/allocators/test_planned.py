@@ -173,14 +173,14 @@ def test_a_hard_step_needs_no_more_than_a_fiftieth_beyond_what_lives(instance: s
     assert late_bytes(Events(*columns), 0.6) <= 1.02 * step.peak_requested_bytes
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_job_with_five_lengths_holds_hardly_more_than_what_lives(seed: int) -> None:
+@pytest.mark.parametrize("seed", [0, 1, 4, 7, 9, 13])  # in the last four a step seems to begin within another
+def test_a_job_with_five_lengths_holds_no_more_than_expandable_segments(seed: int) -> None:
     r = random.Random(seed)
     step, lengths = a_step(r, 200, large=27), [r.uniform(0.3, 1) for _ in range(5)]
     steps = [[(a, b, 1 + int(n * scale), s) for a, b, n, s in step] for scale in r.choices(lengths, k=30)]
     events = repeated(steps, [r.choice([4, 64, 2048, 8192]) << 10 for _ in range(60)])
     expandable = late_bytes(events, 0, CachingConfig(expandable_segments=True))
-    assert late_bytes(events, 0) <= max(expandable, 1.02 * events.peak_requested_bytes + 12 * MIB)
+    assert late_bytes(events, 0) <= max(expandable, 1.02 * events.peak_requested_bytes)
 
 
 def test_after_two_equal_steps_every_request_has_its_address() -> None:
