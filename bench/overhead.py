@@ -39,7 +39,7 @@ from overspill.runtime.calibrate import transfer_host_seconds
 from overspill.runtime.step.python_state import PythonState
 from overspill.runtime.step.state import StepState
 from overspill.runtime.transfer.engine import make_engine
-from overspill.runtime.transfer.stores import make_store
+from overspill.runtime.transfer.registry import make_store
 
 BATCHES = {"resnet18": 8, "vgg11": 4, "gpt2": 4}
 WARM_UP = 2

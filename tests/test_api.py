@@ -24,7 +24,7 @@ from overspill.placement.packing import solver_named
 from overspill.policies import policy_named
 from overspill.runtime.options import Options
 from overspill.runtime.preview import preview
-from overspill.runtime.transfer.stores import make_store
+from overspill.runtime.transfer.registry import make_store
 
 
 def test_the_public_names_are_these() -> None:
@@ -219,7 +219,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     for module, registry in (
         ("overspill.policies", "POLICIES"), ("overspill.placement.allocators.registry", "ALLOCATORS"),
-        ("overspill.runtime.transfer.stores", "STORES"), ("overspill.placement.packing.registry", "SOLVERS"),
+        ("overspill.runtime.transfer.registry", "STORES"), ("overspill.placement.packing.registry", "SOLVERS"),
         ("overspill.models.registry", "MODELS"), ("overspill.devices.loader", "DEVICES"),
     ):  # fmt: skip
         ours = getattr(sys.modules[module], registry)

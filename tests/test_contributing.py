@@ -29,7 +29,7 @@ from overspill.placement import ALLOCATORS, Events, allocator_named, layout_of, 
 from overspill.placement.allocators.base import Allocator
 from overspill.placement.packing import SOLVERS
 from overspill.policies import POLICIES, Policy, policy_named
-from overspill.runtime.transfer.stores import STORES, make_store
+from overspill.runtime.transfer.registry import STORES, make_store
 from overspill.simulate import check
 
 ROOT = Path(__file__).parents[1]

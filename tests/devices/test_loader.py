@@ -31,7 +31,7 @@ MACHINES_OF_THE_PAPERS = {
 }
 # Fields that a file may leave out, such as one written before they existed, or what is no figure of the device alone.
 LINK = {"link_bytes_per_second", "link_latency_seconds", "network_bytes_per_second", "network_latency_seconds"}
-LINK |= {"host_update_bytes_per_second"}
+LINK |= {"host_update_bytes_per_second", "disk_read_bytes_per_second", "disk_write_bytes_per_second", "host_bytes"}
 OPTIONAL = {"context_low_bytes", "context_high_bytes", "compute_capability", "multiprocessors"}
 RAM_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 every_device = pytest.mark.parametrize("name", device_names())

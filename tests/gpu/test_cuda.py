@@ -17,7 +17,7 @@ from overspill.runtime import training as runs
 from overspill.runtime.hardware import device_noun
 from overspill.runtime.options import Options
 from overspill.runtime.transfer.engine import make_engine
-from overspill.runtime.transfer.stores import make_store
+from overspill.runtime.transfer.registry import make_store
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from tests.gpu_rehearsal.host_work import microseconds_of_an_add
 from tests.gpu_rehearsal.processes import tell
 
 from overspill.runtime.transfer.engine import make_engine
-from overspill.runtime.transfer.stores import make_store
+from overspill.runtime.transfer.registry import make_store
 
 NBYTES = 1 << 20
 ROUNDS, SWAPS = 10, 200

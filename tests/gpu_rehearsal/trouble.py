@@ -14,7 +14,7 @@ from torch import nn
 import overspill
 from overspill.core.errors import StoreError, is_out_of_memory
 from overspill.runtime.transfer.engine import make_engine
-from overspill.runtime.transfer.stores import make_store
+from overspill.runtime.transfer.registry import make_store
 
 WITHIN: dict[str, Any] = {"budget": "smallest", "policy": "lms"}
 """A plan that swaps, and takes no long search."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpu.experiment import Figures, Setting
 from overspill.models import load, optimizer_named
 from overspill.runtime.transfer.engine import make_engine
-from overspill.runtime.transfer.stores import make_store
+from overspill.runtime.transfer.registry import make_store
 
 from .jobs import synchronize
 

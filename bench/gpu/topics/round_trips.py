@@ -8,7 +8,7 @@ import torch
 
 from gpu.experiment import Figures, Setting
 from overspill.runtime.transfer.engine import make_engine
-from overspill.runtime.transfer.stores import make_store
+from overspill.runtime.transfer.registry import make_store
 
 TRIPS = 200
 AT_ONCE = 4

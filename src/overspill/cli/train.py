@@ -176,7 +176,7 @@ def _try_store(options: Options, device: str) -> None:
     """Raise RequestError for a store that cannot be opened, before the model is built."""
     import torch
 
-    from overspill.runtime.transfer.stores import make_store
+    from overspill.runtime.transfer.registry import make_store
 
     make_store(options.store, torch.device(device), options.store_dir).close()
 

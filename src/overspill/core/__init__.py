@@ -21,6 +21,8 @@ from .schedule import OF_OPS as OF_OPS
 from .schedule import Instruction as Instruction
 from .schedule import Schedule as Schedule
 from .schedule import Verb as Verb
+from .tiers import DiskStay as DiskStay
+from .tiers import Tiers as Tiers
 from .timeline import COPIES as COPIES
 from .timeline import HOST as HOST
 from .timeline import Event as Event

@@ -66,6 +66,11 @@ class Device(Saved):
     """What an update on the host reads and writes of gradients, weights and optimizer state; 0: unknown."""
     unified_memory: bool = False
     """Whether its memory is the host's too, so that a tensor that moves to the host frees nothing."""
+    host_bytes: int = 0
+    """Host memory that stored copies may take before they go on to a disk; 0: there is no disk below the store."""
+    disk_read_bytes_per_second: float = 0.0
+    disk_write_bytes_per_second: float = 0.0
+    """Of that disk; reads and writes share its time."""
     index: int | None = None
     """The number of the CUDA device on this machine, or ELSEWHERE for a GPU that this machine does not have.
 
@@ -81,6 +86,14 @@ class Device(Saved):
     def runs_behind_host(self) -> bool:
         """Whether a host issues ops ahead of time, as for a GPU; a CPU runs them itself."""
         return self.kind != "cpu"
+
+    def disk_read_seconds(self, nbytes: int) -> float:
+        """Return the seconds to read `nbytes` from the disk below the store, with nothing else running."""
+        return self.transfer_latency_seconds + nbytes / self.disk_read_bytes_per_second
+
+    def disk_write_seconds(self, nbytes: int) -> float:
+        """Return the seconds to write `nbytes` to that disk."""
+        return self.transfer_latency_seconds + nbytes / self.disk_write_bytes_per_second
 
     def offload_seconds(self, nbytes: int) -> float:
         """Return the seconds to move `nbytes` to the store, with nothing else running."""

@@ -21,7 +21,8 @@ _COLLECTIVES = frozenset(CollectiveKind)
 class Stream(StrEnum):
     """Where an instruction runs: the compute stream, a copy stream for each direction, or that of collectives.
 
-    Or the host, which updates what is in the store.
+    Or the host, which updates what is in the store; or the disk below that, where a write is an Offload and a read a
+    Prefetch.
     """
 
     COMPUTE = "compute"
@@ -29,6 +30,7 @@ class Stream(StrEnum):
     PREFETCH = "prefetch"
     COMMUNICATION = "communication"
     HOST_UPDATE = "host update"
+    DISK = "disk"
 
 
 COPIES = (Stream.OFFLOAD, Stream.PREFETCH)
@@ -103,7 +105,7 @@ class Timeline(Saved):
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """The streams of the step; those of collectives and of the host only if the step has any."""
+        """The streams of the step; those of collectives, the host and the disk only if the step has any."""
         used = {event.stream for event in self.events}
         return tuple(stream for stream in Stream if stream in used or stream in (Stream.COMPUTE, *COPIES))
 
@@ -116,6 +118,11 @@ class Timeline(Saved):
     def host_update_seconds(self) -> float:
         """Seconds in which the host updates what is in the store; some may be of the step before."""
         return sum((e.end_seconds - e.start_seconds for e in self.events if e.stream is Stream.HOST_UPDATE), 0.0)
+
+    @cached_property
+    def disk_seconds(self) -> float:
+        """Seconds in which the disk below the store reads or writes."""
+        return sum((e.end_seconds - e.start_seconds for e in self.events if e.stream is Stream.DISK), 0.0)
 
     @cached_property
     def host_seconds(self) -> float:

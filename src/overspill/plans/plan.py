@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from overspill.bounds.step_time import lower_bound_seconds
 from overspill.bounds.whole_step import whole_step_bound_seconds
-from overspill.core import Device, Graph, Phase, Places, Schedule, Timeline, Verb
+from overspill.core import Device, Graph, Phase, Places, Schedule, Tiers, Timeline, Verb
 from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.core.reportable import Reportable
 from overspill.core.units import format_apart, format_bytes
@@ -20,6 +20,9 @@ from overspill.planning.overlap import computing_seconds
 from overspill.policies import POLICIES, Policy, policy_named
 from overspill.policies.in_core import Liveness
 from overspill.simulate import check, simulate
+from overspill.simulate.check_tiers import check_tiers
+
+from .tiers import page_bytes, with_tiers
 
 RECOMPUTING = "checkpoint-cost"
 """What `auto` is on a device whose memory is the host's too."""
@@ -66,6 +69,8 @@ class Plan(Reportable):
     """The planned addresses of blocks in an arena."""
     model_on_host: bool = False
     """Whether the model is in host memory before the first step, and on the device only what the plan has there."""
+    tiers: Tiers | None = None
+    """Which stored copies are on a disk below host memory, and when; None if the store has no disk below."""
 
     @cached_property
     def lower_bound_seconds(self) -> float:
@@ -160,6 +165,19 @@ class Plan(Reportable):
         return sum(self.graph.tensors[t].nbytes for t in self.schedule.targets(Verb.PREFETCH))
 
     @property
+    def disk_written_bytes(self) -> int:
+        """Bytes that one step writes to a disk below host memory, in whole pages."""
+        return 0 if self.tiers is None else sum(self._in_pages(tensor) for tensor in self.tiers.written)
+
+    @property
+    def disk_read_bytes(self) -> int:
+        """Bytes that one step reads from it."""
+        return 0 if self.tiers is None else sum(self._in_pages(stay.tensor) for stay in self.tiers.stays)
+
+    def _in_pages(self, tensor: int) -> int:
+        return page_bytes(self.graph.tensors[tensor].nbytes)
+
+    @property
     def recomputed_flops(self) -> int:
         """FLOPs of recomputed ops."""
         return sum(self.graph.ops[op].flops for op in self.schedule.targets(Verb.RECOMPUTE))
@@ -207,10 +225,11 @@ def make_plan(
     # Simulate it, and the unmanaged step for comparison.
     seconds = op_seconds(graph, device, times)
     plain = Liveness().plan(graph, device)
+    tiers, timeline = tiers_of(graph, schedule, device, seconds)
     return Plan(
         graph=graph,
         schedule=schedule,
-        timeline=simulate(graph, schedule, device, seconds),
+        timeline=timeline,
         peak_bytes=result.peak_bytes,
         budget_bytes=budget_bytes,
         unmanaged_peak_bytes=check(graph, plain).peak_bytes,
@@ -219,7 +238,23 @@ def make_plan(
         device=device,
         op_seconds=seconds,
         retained_bytes=retained_bytes(graph, schedule),
+        tiers=tiers,
     )
+
+
+def tiers_of(
+    graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float]
+) -> tuple[Tiers | None, Timeline]:
+    """Return the checked tiers of `schedule` on `device`, if its store has a disk below, and its timeline.
+
+    Raises RequestError if host memory is too small.
+    """
+    tiers, timeline = with_tiers(
+        graph, schedule, device, lambda tiers: simulate(graph, schedule, device, seconds, tiers)
+    )
+    if tiers is not None:
+        check_tiers(graph, schedule, tiers)
+    return tiers, timeline
 
 
 def most_known(found: Iterable[int | None]) -> int | None:

@@ -10,7 +10,7 @@ tangents.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +76,8 @@ class Emitter:
         self.groups: dict[int, tuple[int, ...]] = {}
         self.together: Together | None = None
         self.updates_on_host = False
+        # Copies that go on to the disk below the store, or come back from it, before an instruction at a position.
+        self.moments: Mapping[int, Sequence[tuple[Callable[..., None], int]]] = {}
         self.last_touch: dict[int, int] = {}
         self.now = 0
         self.fake_mode = next(
@@ -166,12 +168,19 @@ class Emitter:
         remaining = iter(instructions)
         for position, instruction in remaining:
             self.position = position
+            self._emit_moments(position)
             if instruction.verb is Verb.RUN and (group := self.groups.get(instruction.target)):
-                others = [next(remaining)[1] for _ in group[1:]]
-                assert group[1:] == tuple(other.target for other in others)
+                others = [next(remaining) for _ in group[1:]]
+                assert group[1:] == tuple(other.target for _, other in others)
+                for other, _ in others:
+                    self._emit_moments(other)
                 self._run_together([self.captured.graph.ops[op] for op in group])
             else:
                 self._emit(instruction.verb, instruction.target)
+
+    def _emit_moments(self, position: int) -> None:
+        for call, tensor in self.moments.get(position, ()):
+            self._call(call, (self.handles[tensor], self.engine), f"{call.__name__}_{self._only_root(tensor).name}")
 
     def _emit(self, verb: Verb, target: int) -> None:
         if verb is Verb.RUN:

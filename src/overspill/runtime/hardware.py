@@ -20,6 +20,7 @@ from overspill.costs.library_ops import handle_bytes
 from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
 from overspill.devices import load_device, this_cpu
+from overspill.devices.disks import DISKS, USUAL
 from overspill.devices.loader import measured_update_rate
 from overspill.placement.allocators.caching_config import CachingConfig, text_of_environment
 from overspill.placement.allocators.planned import LIVE
@@ -31,6 +32,7 @@ from overspill.policies import policy_named
 
 from . import accelerator, allocator
 from .options import OWN, PLANNED, PYTORCH, Options
+from .transfer.tiers import directories_of
 
 UNKNOWN_GPU = "a100-40gb"
 """The GPU whose rates replace those of a GPU without a data file. The driver reports the memory."""
@@ -149,6 +151,7 @@ def account_of(
     not have. Otherwise an allocator or solver counts the bytes that it takes. Without one, live bytes count. What
     `overspill.allocator` takes counts where that is in force, and for a GPU that is not here, where it costs less time.
     """
+    device = with_disk(device, options)
     placer, asked = options.placer, options.placement
     own, is_here = policy_named(options.policy).placement, device.index not in (None, ABSENT)
     if is_here and asked == OWN and own == LIVE:  # a job that runs has the allocator that is in force
@@ -169,6 +172,30 @@ def account_of(
         return replace(card, solver=DEFAULT) if asked == PLANNED and found == LIVE else card
     card = replace(card, solver=None if asked == PYTORCH else DEFAULT, always=asked == PLANNED)
     return replace(card, may_be_live=asked is None and own == LIVE and not is_here)
+
+
+def with_disk(device: Device, options: Options) -> Device:
+    """Return `device` with the host memory and the disk of the store, if that has both."""
+    if options.host_bytes is None:
+        return device
+    read, write = device.disk_read_bytes_per_second, device.disk_write_bytes_per_second
+    if options.disk_rates is not None:
+        read, write = options.disk_rates
+    elif not read or not write:
+        usual = DISKS[USUAL]
+        read, write = usual.read_bytes_per_second, usual.write_bytes_per_second
+    drives = len(directories_of(options.store_dir))
+    disk = replace(
+        device,
+        host_bytes=options.host_bytes,
+        disk_read_bytes_per_second=read * drives,
+        disk_write_bytes_per_second=write * drives,
+    )
+    if device.kind != "cpu":
+        return disk
+    # A CPU's store is a file in its figures; a copy in memory reads and writes it.
+    copied = device.memory_bytes_per_second / 2
+    return replace(disk, offload_bytes_per_second=copied, prefetch_bytes_per_second=copied)
 
 
 def card_of(device: Device, software: Software | None = None) -> Card:

@@ -12,7 +12,8 @@ Instructions are emitted in the order of the schedule (`emitter.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,13 @@ from torch import fx
 from overspill.capture.compiled.cut_step import CapturedCutStep
 from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.joint import NO_VERSION_CHECK, storages
-from overspill.core import OF_OPS, Schedule, Verb
+from overspill.core import OF_OPS, Schedule, Tiers, Verb
 from overspill.pytorch.graphs import LazyGraphModule
 
 from .arena import Arena
 from .cuts import Part, Place, parts_of
 from .emitter import Emitter, Together
+from .transfer.ops import from_disk, to_disk
 
 NO_ARENA = Arena()
 
@@ -63,13 +65,15 @@ def lower(
     arena: Arena = NO_ARENA,
     groups: Iterable[tuple[int, ...]] = (),
     together: Together | None = None,
+    tiers: Tiers | None = None,
 ) -> tuple[Stretch, ...]:
     """Return the stretches that carry out `schedule`: forward, backward, and the update where it is captured.
 
     Transfers go through engine number `engine`. Tensors with a place in the `arena` are put there. The updates of each
-    of `groups`, which follow one another in a whole step, are one call, made by `together`.
+    of `groups`, which follow one another in a whole step, are one call, made by `together`. Copies in the store go on
+    to the disk below it, and come back, by `tiers`.
     """
-    lowering = _Lowering(captured, schedule, engine, arena)
+    lowering = _Lowering(captured, schedule, engine, arena, tiers)
     return lowering.stretches({group[0]: group for group in groups}, together)
 
 
@@ -88,13 +92,14 @@ def shown(captured: Captured, stretches: Sequence[Stretch]) -> list[fx.GraphModu
 class _Lowering:
     """Lowers one captured step."""
 
-    def __init__(self, captured: Captured, schedule: Schedule, engine: int, arena: Arena) -> None:
+    def __init__(self, captured: Captured, schedule: Schedule, engine: int, arena: Arena, tiers: Tiers | None) -> None:
         self._captured = captured
         self._engine = engine
         self._arena = arena
         self._parts = parts_of(captured.graph, schedule, trains=bool(captured.joint.backward_outputs))
         self._node_of = {captured.tensor_of[storages(n)[0]]: n for n in captured.joint.primals if captured.moves(n)}
         """The input that each resident is."""
+        self._moments = _moments(self._parts, tiers)
 
     def stretches(self, groups: dict[int, tuple[int, ...]], together: Together | None) -> tuple[Stretch, ...]:
         """Return the stretches in order; `groups` are by the first update of each."""
@@ -155,6 +160,8 @@ class _Lowering:
             for tensor in op.recompute_reads if again else op.reads:
                 found.setdefault(tensor, False)
             found |= dict.fromkeys(() if again else op.writes, True)
+        emitter.moments = {position: self._moments[position] for position, _ in part.instructions if position >= 0}
+        found |= {tensor: True for calls in emitter.moments.values() for _, tensor in calls}
         residents = {tensor: changed for tensor, changed in found.items() if tensor in self._node_of}
         for tensor in residents:
             _add_input(emitter, tensor, self._node_of[tensor], part.before[tensor])
@@ -217,6 +224,16 @@ class _Lowering:
             return backward.returned[node]
         tensor = self._captured.tensor_of[storages(node)[0]]
         return backward.handles[tensor] if part.after.get(tensor) is Place.STORE else backward.values.own(node)
+
+
+def _moments(parts: Sequence[Part], tiers: Tiers | None) -> dict[int, list[tuple[Callable[..., None], int]]]:
+    """Return the calls for the disk below the store, by the position of the instruction that each comes before."""
+    kept = sorted(position for part in parts for position, _ in part.instructions if position >= 0)
+    found: dict[int, list[tuple[Callable[..., None], int]]] = {position: [] for position in kept}
+    for stay in () if tiers is None else tiers.stays:
+        for call, position in ((to_disk, stay.write), (from_disk, stay.read)):
+            found[kept[min(bisect_left(kept, position), len(kept) - 1)]].append((call, stay.tensor))
+    return found
 
 
 def gradient_places(captured: CapturedCutStep, before: Mapping[int, Place]) -> dict[int, Place]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 
 from overspill.core import Device
 from overspill.core.budget import Budget
 from overspill.core.errors import RequestError
 from overspill.core.units import parse_bytes
 from overspill.costs import MeasuredTimes
+from overspill.devices.disks import rates_of
 from overspill.placement.allocators.caching import CachingAllocator
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import check_placer
 from overspill.policies import Policy, policy_named
 
-from .transfer.stores import STORES
+from .transfer.registry import STORES, has_tiers
+from .transfer.tiers import Directories, default_host_bytes
 
 BACKENDS = ("eager", "inductor")
 ON_UNPLANNED = ("error", "warn")
@@ -35,8 +37,8 @@ class Options:
     """The policy that plans, by name or itself."""
     store: str | None = None
     """The store for offloaded tensors, by name; None: the first that the device has."""
-    store_dir: str | Path | None = None
-    """The directory of a store on disk."""
+    store_dir: Directories = None
+    """The directory of a store on disk; below host memory several, one for each drive."""
     backend: str = "eager"
     """The kernels that run: `eager` or `inductor`."""
     device: str | Device | None = None
@@ -57,6 +59,10 @@ class Options:
     partition: float | None = None
     """The `activation_memory_budget` (0 to 1) by which Inductor parts forward and backward; None: the best of
     several."""
+    host_budget: str | int | None = None
+    """Host memory that a store may take which has a disk below it; None: nine tenths of what is free."""
+    disk_bandwidth: str | None = None
+    """The rates of that disk, as `"7GB/s"` or `"7GB/s,5GB/s"` for reads and writes, or the name of a kind of drive."""
     whole_step: bool = False
     """Whether the update of a job is part of its plan, as in `overspill.train_step`."""
     limit: Budget = field(init=False)
@@ -72,6 +78,7 @@ class Options:
             raise RequestError(f"on_unplanned={self.on_unplanned!r}: it is {' or '.join(map(repr, ON_UNPLANNED))}")
         if self.store is not None:
             STORES.named(self.store)
+        self._check_tiers()
         if self.backend not in BACKENDS:
             raise RequestError(f"unknown backend {self.backend!r}; backends: {', '.join(BACKENDS)}")
         if self.profile and self.backend != "eager":
@@ -83,10 +90,37 @@ class Options:
         if self.placer is not None:
             check_placer(self.placer, PLANNED, OWN)
 
+    def _check_tiers(self) -> None:
+        """Raise RequestError for wrong options of a disk below host memory, or without a store that has one."""
+        for name in ("host_budget", "disk_bandwidth"):
+            if getattr(self, name) is not None and not has_tiers(self.store):
+                tiers = " or ".join(f"store={store!r}" for store in STORES if has_tiers(store))
+                raise RequestError(f"{name}= is for a store with a disk below host memory; add {tiers}")
+        if has_tiers(self.store) and getattr(policy_named(self.policy), "update", "device") != "device":
+            raise RequestError(
+                f"update= with store={self.store!r}: updates on the host need their state in host memory, and a disk "
+                "below it is planned for updates on the device alone; leave update out, or take the store without +disk"
+            )
+        if self.host_budget is not None:
+            parse_bytes(self.host_budget)
+        _ = self.disk_rates
+
     def check_unset(self) -> None:
         """Raise RequestError for options given together with a session, which has its own."""
         if self != Options():
             raise RequestError("a session has its own budget, policy and store; give these to overspill.Session")
+
+    @cached_property
+    def host_bytes(self) -> int | None:
+        """The bytes of the host budget, as found when first asked for; None if the store has no disk below."""
+        if not has_tiers(self.store):
+            return None
+        return default_host_bytes() if self.host_budget is None else parse_bytes(self.host_budget)
+
+    @cached_property
+    def disk_rates(self) -> tuple[float, float] | None:
+        """Bytes a second that the disk below the store reads and writes; None: those of the device's host."""
+        return None if self.disk_bandwidth is None else rates_of(self.disk_bandwidth)
 
     @property
     def in_pieces(self) -> bool:

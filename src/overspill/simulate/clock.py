@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from overspill.core import HOST, Device, Event, Graph, Instruction, Schedule, Stall, Stream, Timeline, Verb
+from overspill.core import HOST, Device, Event, Graph, Instruction, Schedule, Stall, Stream, Tiers, Timeline, Verb
 from overspill.core.errors import RequestError
+
+from .disk import DiskLane
 
 STEPS = 12
 """The most steps in a row that are simulated until one begins as the step before it."""
+STEPS_WITH_DISK = 3
+"""Steps in a row with a disk, which works for a step in the one before it, too."""
 SAME = 1e-9
 """The share of a step by which two steps may begin differently."""
 
 
-def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float]) -> Timeline:
+def simulate(
+    graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float], tiers: Tiers | None = None
+) -> Timeline:
     """Return the Timeline of `schedule` on `device`; op `i` takes `seconds[i]` by itself.
 
     Transfers of one direction follow one another; on a half-duplex link those of both directions do. A transfer starts
@@ -28,12 +34,17 @@ def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence
     Updates on the host may reach into the next step, which then waits for what it needs of them. The Timeline is that
     of a step in a row of equal steps, once each begins with as much left to do. If STEPS steps do not get there, it is
     the first one, which then ends with its updates: no row of steps takes longer.
+
+    With `tiers`, copies go on to a disk below the store. Transfers then wait for their copies, and for space in host
+    memory, and so does a GPU's host. The Timeline is that of the last of several steps in a row.
     """
     if schedule.counts[Verb.RUN_ON_HOST] and not device.host_update_bytes_per_second:
         raise RequestError(
             f"how fast the host of {device.name} updates weights is unknown: its device file has no "
             "host_update_bytes_per_second, which `overspill calibrate` measures here"
         )
+    if tiers is not None:
+        return _with_disk(graph, schedule, device, seconds, tiers)
     first = clock = _Clock(graph, device, seconds, schedule)
     for _ in range(STEPS if schedule.counts[Verb.RUN_ON_HOST] else 1):
         left = clock.left()
@@ -42,6 +53,16 @@ def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence
         clock = _Clock(graph, device, seconds, schedule, left)
     made = first.timeline()
     return replace(made, step_seconds=max([made.step_seconds, *(e.end_seconds for e in made.events)]))
+
+
+def _with_disk(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float], tiers: Tiers) -> Timeline:
+    disk = DiskLane(device, tiers, [tensor.nbytes for tensor in graph.tensors])
+    left: Mapping[tuple[Stream, int], float] = {}
+    for _ in range(STEPS_WITH_DISK):
+        clock = _Clock(graph, device, seconds, schedule, left, disk)
+        left = clock.left()
+        clock.events += disk.next_step(clock.end)
+    return clock.timeline()
 
 
 class _Clock:
@@ -54,7 +75,9 @@ class _Clock:
         seconds: Sequence[float],
         schedule: Schedule,
         behind: Mapping[tuple[Stream, int], float] | None = None,
+        disk: DiskLane | None = None,
     ) -> None:
+        self.disk = disk
         self.graph = graph
         self.nbytes = [tensor.nbytes for tensor in graph.tensors]
         self.device = device
@@ -80,7 +103,11 @@ class _Clock:
         self.live: list[int] = []
         self.times: list[float] = []
         for index, instruction in enumerate(schedule.instructions):
+            if disk is not None:
+                disk.before(index, self.host if device.runs_behind_host else self.now, self.arrival)
             self.step(index, instruction)
+            if disk is not None:
+                disk.behind(index, self.arrival)
 
     @property
     def end(self) -> float:
@@ -221,6 +248,11 @@ class _Clock:
         start = max(self.now, self.host, free)
         if (updated := self.updated.get((stream, instruction.target), 0.0)) > start:
             self.held[stream, instruction.target] = start = updated
+        if self.disk is not None:
+            behind = self.device.runs_behind_host  # then the host itself waits, to know the copy's place
+            ready = self.disk.ready(instruction, self.host if behind else start)
+            self.host = max(self.host, ready) if behind else self.host
+            start = max(start, ready)
         self.link_free[stream] = start + duration
         self.arrival[stream, instruction.target] = start + duration
         self.running.append((start, start + duration))

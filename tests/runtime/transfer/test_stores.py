@@ -19,7 +19,9 @@ from torch import Tensor
 
 from overspill.core.errors import RequestError, StoreError
 from overspill.runtime.accelerator import PageLock
-from overspill.runtime.transfer.stores import PAGE_BYTES, DiskStore, HostStore, PinnedStore, Slot, Store, make_store
+from overspill.runtime.transfer.registry import make_store
+from overspill.runtime.transfer.stores import PAGE_BYTES, DiskStore, HostStore, PinnedStore, Slot, Store
+from overspill.runtime.transfer.tiers import HostDiskStore
 
 SIZES = (0, 1, 2, 511, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES, 1_000_003)
 
@@ -50,6 +52,7 @@ MAKERS: dict[str, Callable[[], Store]] = {
     "host": HostStore,
     "pinned": lambda: PinnedStore(FakePages()),
 }
+TIERED: dict[str, Callable[[], Store]] = {"host+disk": lambda: HostDiskStore(None, 10 * PAGE_BYTES)}
 
 
 @pytest.fixture(params=sorted(MAKERS))
@@ -166,7 +169,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 def _machine(name: str) -> type:
-    machine = type(f"AnyOrder_{name}", (AnyOrder,), {"make": staticmethod(MAKERS[name])})
+    machine = type(f"AnyOrder_{name}", (AnyOrder,), {"make": staticmethod((MAKERS | TIERED)[name])})
     case: type = machine.TestCase  # type: ignore[attr-defined]
     case.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)  # type: ignore[attr-defined]
     return case
@@ -175,6 +178,7 @@ def _machine(name: str) -> type:
 TestAnyOrderOnDisk = _machine("disk")
 TestAnyOrderInHostMemory = _machine("host")
 TestAnyOrderInPinnedMemory = _machine("pinned")
+TestAnyOrderInHostMemoryAndOnDisk = _machine("host+disk")
 
 
 def test_host_memory_that_the_system_refuses_is_a_store_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,10 +308,10 @@ def test_a_store_is_made_by_name_or_by_default(name: str | None, device: torch.d
 @pytest.mark.parametrize(
     ("name", "device", "directory", "message"),
     [
-        ("tape", CPU, None, "unknown store 'tape'. Stores: disk, host, pinned"),
+        ("tape", CPU, None, "unknown store 'tape'. Stores: disk, host, host+disk, pinned"),
         ("host", CPU, ".", "--store-dir is for the disk store, not for 'host'"),
         (None, CUDA, ".", "--store-dir is for the disk store"),
-        ("pinned", CPU, None, "use --store disk or --store host"),
+        ("pinned", CPU, None, "use --store disk or --store host or --store host+disk"),
         ("disk", CUDA, None, "use --store pinned"),
         ("host", CUDA, None, "use --store pinned"),
     ],

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,6 +27,7 @@ from overspill.runtime.hardware import gpu_named, planned_for
 from overspill.runtime.optimizers import unwrapped
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import whole_models
+from overspill.runtime.transfer.tiers import Directories
 
 from .backend import backend_of
 from .cut_calls import watch_optimizers
@@ -51,7 +51,9 @@ def compile(  # noqa: A001 - named as torch.compile is
     policy: str = "auto",
     update: str = "device",
     store: str | None = None,
-    store_dir: str | Path | None = None,
+    store_dir: Directories = None,
+    host_budget: str | int | None = None,
+    disk_bandwidth: str | None = None,
     backend: str = "eager",
     device: str | torch.device | Device | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -79,8 +81,13 @@ def compile(  # noqa: A001 - named as torch.compile is
         policy: A name that `overspill policies` lists.
         update: Where the optimizer's updates run: `"device"`; `"host"`, if the plan has their state in the store; or
             `"auto"`, wherever the step is faster (docs/howto/state_in_host_memory.md).
-        store: Where bytes go: `disk` (the default) or `host` on the CPU, `pinned` on CUDA.
-        store_dir: The directory of the disk store's file, which has no name and vanishes with the process.
+        store: Where bytes go: `disk` (the default) or `host` on the CPU, `pinned` on CUDA; `host+disk` or `pinned+disk`
+            have both, the disk for what host memory does not hold.
+        store_dir: The directory of the disk store's file, which has no name and vanishes with the process; with `+disk`
+            also several, one for each drive.
+        host_budget: With `+disk`, the host memory that the store may take; by default nine tenths of what is free.
+        disk_bandwidth: With `+disk`, the rates to plan for, as `"7GB/s"`, `"7GB/s,5GB/s"` for reads and writes, or
+            `"nvme-pcie4"`; with several drives, those of each.
         backend: The kernels: `eager`, PyTorch's own, or `inductor`, those of `torch.compile` (docs/compiled.md).
         device: The GPU to train on, as `"cuda"`, of a model that is on the CPU, in memory or mapped from its files.
             Its weights come when the plan needs them, so it may be larger than the GPU; frozen ones are read from where
@@ -113,6 +120,7 @@ def compile(  # noqa: A001 - named as torch.compile is
     options = Options(
         budget, with_update(policy, update), store, store_dir, backend, planned_for(device), reserve, times,
         placement=placement, checksum=checksum, on_unplanned=on_unplanned, partition=partition,
+        host_budget=host_budget, disk_bandwidth=disk_bandwidth,
     )  # fmt: skip
     if isinstance(getattr(model, "__dict__", {}).get("overspill"), Session):
         raise RequestError(

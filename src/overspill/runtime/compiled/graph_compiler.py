@@ -240,7 +240,7 @@ class GraphCompiler:
     def _lowered(self, captured: Captured, plan: Plan) -> tuple[Stretch, ...]:
         """Open the store and lower `plan`; return its stretches: forward, and backward if any, then the update."""
         engine, arena = self._prepared(plan)
-        stretches = lower(captured, plan.schedule, engine, arena)
+        stretches = lower(captured, plan.schedule, engine, arena, tiers=plan.tiers)
         if isinstance(captured, CapturedCutStep):
             state = self.session.loop.state
             assert state is not None
@@ -339,7 +339,8 @@ class GraphCompiler:
             if arena.take is not None and schedule.instructions != plan.schedule.instructions:
                 # Forward's blocks lie where its own backward has room beside them: what is new lies outside.
                 places = arena.of_forward(captured.graph, schedule)
-            again, back, *_ = lower(captured, schedule, engine, places)
+            tiers = plan.tiers if schedule.instructions == plan.schedule.instructions else None
+            again, back, *_ = lower(captured, schedule, engine, places, tiers=tiers)
             outputs = len(captured.joint.forward_outputs)
             if takes_what_is_saved(back.module, again.module, fore.module, outputs, (again.own, fore.own)):
                 if not isinstance(captured, CapturedCutStep):

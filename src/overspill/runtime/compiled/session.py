@@ -45,6 +45,7 @@ from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.ops import open_engine
 from overspill.runtime.transfer.stores import store_bytes
+from overspill.runtime.transfer.tiers import directories_of
 
 from .concurrent_plans import C, GraphProblem
 from .graph_plans import GraphPlans
@@ -105,7 +106,7 @@ class Session(PlannedPeaks):
         self._engines: dict[str, tuple[TransferEngine, int]] = {}
         """By kind of device, with their numbers: a model on a GPU may have graphs of the host's numbers."""
         self.arenas = Arenas()
-        self._parked = Parked(options.store_dir)
+        self._parked = Parked(directories_of(options.store_dir)[0])
         self.device_name = ""
         self._where = torch.device("cpu")
         self._reserved = ReservedWatch()
@@ -422,13 +423,15 @@ class Session(PlannedPeaks):
         if self.loop.from_host_to is not None:
             needed -= held_bytes(plan)
         with disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real
-            engine.store.reserve(needed)
+            engine.store.reserve(needed, plan.tiers)
         return number
 
     def _engine_on(self, device: torch.device) -> tuple[TransferEngine, int]:
         if device.type not in self._engines:
             asked = self.options
-            self._engines[device.type] = open_engine(asked.store, device, asked.store_dir, checksum=asked.checksum)
+            self._engines[device.type] = open_engine(
+                asked.store, device, asked.store_dir, asked.host_bytes, checksum=asked.checksum
+            )
             weakref.finalize(self, _dropped, self._engines[device.type][0], self.loop).atexit = False
         return self._engines[device.type]
 

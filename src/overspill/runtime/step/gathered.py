@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from overspill.capture.compiled.whole_step import MUTATION, UPDATE, CapturedStep
 from overspill.planning.gather import gather
-from overspill.plans.plan import Plan
-from overspill.simulate import check, simulate
+from overspill.plans.plan import Plan, tiers_of
+from overspill.simulate import check
 
 from .parameter_state import ParameterState
 
@@ -33,8 +33,9 @@ def gathered(captured: CapturedStep, plan: Plan, measured: Callable[[Plan], Plan
         if schedule == before:
             continue
         assert check(plan.graph, schedule).peak_bytes <= plan.peak_bytes
-        before, timeline = schedule, simulate(plan.graph, schedule, plan.device, plan.op_seconds)
-        made = measured(replace(plan, schedule=schedule, timeline=timeline, groups=groups))
+        before = schedule
+        tiers, timeline = tiers_of(plan.graph, schedule, plan.device, plan.op_seconds)
+        made = measured(replace(plan, schedule=schedule, timeline=timeline, groups=groups, tiers=tiers))
         if made.needed_bytes <= made.asked_bytes:
             return made
     return plan

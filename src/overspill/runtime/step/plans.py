@@ -154,7 +154,7 @@ class StepPlans:
         if self.state.engine is None:
             asked = self.options
             self.state.engine, self.state.engine_number = open_engine(
-                asked.store, self.state.where, asked.store_dir, checksum=asked.checksum
+                asked.store, self.state.where, asked.store_dir, asked.host_bytes, checksum=asked.checksum
             )
         return self.state.engine
 
@@ -418,10 +418,11 @@ class StepPlans:
             kept_bytes -= held_bytes(plan)
         elif plan.places is not None:  # to the arena they come by way of the store
             kept_bytes += sum(whole_pages(plan.graph.tensors[t].nbytes) for t in plan.places.between)
-        store.reserve(store_bytes(plan) + kept_bytes)
+        store.reserve(store_bytes(plan) + kept_bytes, plan.tiers)
         # Lower the plan.
         engine = self.state.engine_number
-        (stretch,) = lower(captured, plan.schedule, engine, self.arena.of(plan), plan.groups, update_together)
+        arena = self.arena.of(plan)
+        (stretch,) = lower(captured, plan.schedule, engine, arena, plan.groups, update_together, plan.tiers)
         program = LoweredProgram(stretch.module)
         self._instrument(program, plan)
         # Match the graph's inputs with the residents by name.

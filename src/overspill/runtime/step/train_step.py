@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -39,6 +38,7 @@ from overspill.runtime.reserved import ReservedWatch
 from overspill.runtime.sharding import processes_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
+from overspill.runtime.transfer.tiers import Directories, directories_of
 
 from .call import StepCall, Underway, dropped, give_back_arena, let_go
 from .captures import StepCaptures
@@ -109,7 +109,7 @@ class TrainStep(PlannedPeaks):
         clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm, sums)
         captures = StepCaptures(self._state, options, gradients, clipping, processes, self._underway.add_up)
         self._plans = StepPlans(captures)
-        self._parked = Parked(options.store_dir)
+        self._parked = Parked(directories_of(options.store_dir)[0])
         self._runner = MicrobatchRunner(self._state, self._plans)
         self._state.advice = self._underway.advice
         self._state.holders.in_arena = self._plans.arena.holds
@@ -404,7 +404,9 @@ def train_step(
     policy: str = "auto",
     update: str = "device",
     store: str | None = None,
-    store_dir: str | Path | None = None,
+    store_dir: Directories = None,
+    host_budget: str | int | None = None,
+    disk_bandwidth: str | None = None,
     backend: str = "eager",
     device: str | torch.device | Device | None = None,
     accumulate: int = 1,
@@ -433,8 +435,12 @@ def train_step(
         policy: A name that `overspill policies` lists.
         update: Where the optimizer's updates run: `"device"`; `"host"`, if the plan has their state in the store; or
             `"auto"`, wherever the step is faster (docs/howto/state_in_host_memory.md).
-        store: `disk` or `host` on the CPU, `pinned` on CUDA.
-        store_dir: The directory of the disk store's file.
+        store: `disk` or `host` on the CPU, `pinned` on CUDA; `host+disk` or `pinned+disk` have both, the disk for what
+            host memory does not hold.
+        store_dir: The directory of the disk store's file; with `+disk` also several, one for each drive.
+        host_budget: With `+disk`, the host memory that the store may take; by default nine tenths of what is free.
+        disk_bandwidth: With `+disk`, the rates to plan for, as `"7GB/s"`, `"7GB/s,5GB/s"` for reads and writes, or
+            `"nvme-pcie4"`; with several drives, those of each.
         accumulate: Number of micro-batches that each call's inputs are split into. Their mean loss is trained on.
         clip_norm: Clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does.
         clip_value: Clip each gradient's values, as `torch.nn.utils.clip_grad_value_` does.
@@ -469,6 +475,7 @@ def train_step(
     options = Options(
         budget, with_update(policy, update), store, store_dir, backend, planned_for(device), times=times,
         placement=placement, checksum=checksum, partition=partition,
+        host_budget=host_budget, disk_bandwidth=disk_bandwidth,
     )  # fmt: skip
     gradients = GradientOptions(accumulate, clip_norm, clip_value)
     optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]

@@ -320,6 +320,14 @@ class TransferEngine:
         memory = self.store.shown(stored.slot, stored.nbytes, handle)
         return memory.view(stored.dtype).as_strided(stored.size, stored.stride, stored.offset)
 
+    def to_disk(self, handle: Tensor) -> None:
+        """Let the bytes of `handle` go on to the disk below the store, if it has one."""
+        self.store.to_disk(self._table[handle.data_ptr()].slot)
+
+    def from_disk(self, handle: Tensor) -> None:
+        """Bring the bytes of `handle` back from the disk below the store, if they are there."""
+        self.store.from_disk(self._table[handle.data_ptr()].slot)
+
     def settle(self) -> None:
         """Wait for all transfers in progress.
 

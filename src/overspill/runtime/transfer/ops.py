@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -20,7 +19,8 @@ from torch.fx.node import has_side_effect, map_arg
 from overspill.core.errors import OverspillError
 
 from .engine import TransferEngine, make_engine
-from .stores import make_store
+from .registry import make_store
+from .tiers import Directories
 
 _ENGINES: dict[int, weakref.ref[TransferEngine]] = {}
 _numbers = itertools.count(1)
@@ -35,13 +35,18 @@ def register_engine(engine: TransferEngine) -> int:
 
 
 def open_engine(
-    store: str | None, where: torch.device, directory: str | Path | None = None, *, checksum: bool = False
+    store: str | None,
+    where: torch.device,
+    directory: Directories = None,
+    host_bytes: int | None = None,
+    *,
+    checksum: bool = False,
 ) -> tuple[TransferEngine, int]:
     """Return an engine with a new store for tensors on `where`, and its number for lowered graphs.
 
     Raises RequestError and StoreError.
     """
-    engine = make_engine(make_store(store, where, directory), where, checksum=checksum)
+    engine = make_engine(make_store(store, where, directory, host_bytes), where, checksum=checksum)
     return engine, register_engine(engine)
 
 
@@ -73,6 +78,16 @@ def prefetch(handle: Tensor, engine: int, into: UntypedStorage | None = None) ->
 def await_prefetch(arriving: Tensor, engine: int) -> Tensor:
     """Wait until `arriving` is filled, and return it."""
     return engine_numbered(engine).await_prefetch(arriving)
+
+
+def to_disk(handle: Tensor, engine: int) -> None:
+    """Let the bytes of `handle` go on to the disk below the store."""
+    engine_numbered(engine).to_disk(handle)
+
+
+def from_disk(handle: Tensor, engine: int) -> None:
+    """Bring the bytes of `handle` back from the disk below the store."""
+    engine_numbered(engine).from_disk(handle)
 
 
 def hold(held: Tensor) -> None:
@@ -109,7 +124,7 @@ def end_updates(engine: int) -> None:
     engine_numbered(engine).end_step()
 
 
-for _call in (offload, await_offload, await_prefetch, hold):
+for _call in (offload, await_offload, await_prefetch, to_disk, from_disk, hold):
     has_side_effect(_call)
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar
@@ -23,9 +25,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, UntypedStorage
 
-from overspill.core import Verb
+from overspill.core import Tiers, Verb
 from overspill.core.errors import RequestError, StoreError
-from overspill.core.registry import Registry
 from overspill.core.units import format_bytes
 from overspill.plans.plan import Plan
 from overspill.pytorch.storages import storage_over
@@ -39,6 +40,8 @@ from .lanes import CopyLane, HeldSlot, Lane, Slot, StreamLane, ThreadLane, bytes
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors for a full disk, a used-up quota, or a file of the largest possible size."""
 PAGE_BYTES = 4096
+MOST_PIECES = 1024
+"""The most pieces of memory that one system call reads or writes (IOV_MAX of Linux)."""
 
 
 class Store(ABC):
@@ -125,8 +128,8 @@ class Store(ABC):
         """Bytes of the whole arena."""
         return sum(size for _, size in self._tails)
 
-    def reserve(self, nbytes: int) -> None:
-        """Grow the arena to `nbytes` in all. Raises StoreError if they do not fit."""
+    def reserve(self, nbytes: int, tiers: Tiers | None = None) -> None:  # noqa: ARG002 - of stores on a disk
+        """Grow the arena to `nbytes` in all, for a plan with `tiers`. Raises StoreError if they do not fit."""
         with self._lock:
             if (missing := nbytes - self.capacity_bytes) > 0:
                 self._add_chunk(missing)
@@ -151,6 +154,12 @@ class Store(ABC):
         used, size = self._tails[chunk]
         self._tails[chunk] = (used + nbytes, size)
         return Slot(chunk, used, nbytes)
+
+    def to_disk(self, slot: Slot) -> None:  # noqa: B027 - most have none
+        """Let `slot` go on to the disk below, if the store has one: its next use is far."""
+
+    def from_disk(self, slot: Slot) -> None:  # noqa: B027 - most have none
+        """Bring `slot` back from the disk below, if it is there: its next use is near."""
 
     def release(self, slot: Slot) -> None:
         """Free `slot`; safe to call anywhere, because it never waits."""
@@ -188,7 +197,8 @@ class DiskStore(Store):
     name = "disk"
     takes_directory = True
 
-    def __init__(self, directory: str | Path | None = None) -> None:
+    def __init__(self, directory: str | Path | None = None, *, direct: bool = False) -> None:
+        """Create the file; `direct` reads and writes pass by the page cache, where the file system takes them."""
         super().__init__()
         self.directory = Path(directory or tempfile.gettempdir())
         try:
@@ -198,11 +208,14 @@ class DiskStore(Store):
                 f"cannot write to the store directory {self.directory}: {error.strerror}; give a writable one with "
                 "--store-dir"
             ) from None
+        if direct:
+            with contextlib.suppress(OSError):  # a file system without them, as a tmpfs
+                fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) | os.O_DIRECT)
         self._end = weakref.finalize(self, os.close, self._file)
         self._chunk_offsets: list[int] = []
 
     def _grow(self, nbytes: int) -> None:
-        self._check_process()
+        self.check_process()
         start = self.capacity_bytes
         try:
             os.posix_fallocate(self._file, start, nbytes)
@@ -219,31 +232,40 @@ class DiskStore(Store):
         self._chunk_offsets.append(start)
 
     def write(self, slot: Slot, source: Tensor) -> None:
-        """Write all bytes.
+        """Write all bytes. Raises StoreError."""
+        self.write_pieces(slot, [memory_of(source)])
+
+    def read(self, slot: Slot, target: Tensor) -> None:
+        """Read all bytes. Raises StoreError."""
+        self.read_pieces(slot, [memory_of(target)])
+
+    def write_pieces(self, slot: Slot, pieces: Iterable[memoryview]) -> None:
+        """Write all bytes of `pieces`, one behind the other.
 
         The system may accept only some at a time. Raises StoreError if it accepts none.
         """
-        self._check_process()
-        view = memory_of(source)
-        done = 0
-        while done < len(view):
-            with self._explained("write", len(view) - done):
-                count = os.pwrite(self._file, view[done:], self._position(slot) + done)
-            if count <= 0:
-                raise StoreError(f"the disk store in {self.directory} took only {done} of {len(view)} bytes")
-            done += count
+        self._move(slot, pieces, "write", "took", _write_some)
 
-    def read(self, slot: Slot, target: Tensor) -> None:
-        """Read all bytes. Raises StoreError if the file ends before."""
-        self._check_process()
-        view = memory_of(target)
-        done = 0
-        while done < len(view):
-            with self._explained("read", len(view) - done):
-                count = os.preadv(self._file, [view[done:]], self._position(slot) + done)
+    def read_pieces(self, slot: Slot, pieces: Iterable[memoryview]) -> None:
+        """Read all bytes into `pieces`. Raises StoreError if the file ends before."""
+        self._move(slot, pieces, "read", "gave", os.preadv)
+
+    def _move(
+        self, slot: Slot, pieces: Iterable[memoryview], action: str, did: str, call: Callable[[int, Any, int], int]
+    ) -> None:
+        self.check_process()
+        left = deque(pieces)
+        whole = missing = sum(map(len, left))
+        while missing:
+            with self._explained(action, missing):
+                count = call(self._file, list(islice(left, MOST_PIECES)), self._position(slot) + whole - missing)
             if count <= 0:
-                raise StoreError(f"the disk store in {self.directory} gave only {done} of {len(view)} bytes")
-            done += count
+                raise StoreError(f"the disk store in {self.directory} {did} only {whole - missing} of {whole} bytes")
+            missing -= count
+            while left and count >= len(left[0]):
+                count -= len(left.popleft())
+            if count:
+                left[0] = left[0][count:]
 
     def memory(self, slot: Slot, nbytes: int) -> UntypedStorage:
         """Map the slot's part of the file. Raises StoreError."""
@@ -253,13 +275,14 @@ class DiskStore(Store):
         """Map the slot's part of the file. Raises StoreError."""
         if isinstance(slot, HeldSlot):
             return slot.memory
-        self._check_process()
+        self.check_process()
         with self._explained("map", nbytes):
             memory = _Mapped(self._file, nbytes, offset=self._position(slot))
         memory.keep = keep
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """Raise StoreError in a forked child, whose parent goes on writing to the file."""
         if self.is_forked:
             raise StoreError(
                 f"the disk store in {self.directory} is the one of the process that this one was forked from, which "
@@ -297,6 +320,12 @@ class DiskStore(Store):
         """Close the file; the system then frees its space."""
         self._end()
         self._file = -1
+
+
+def _write_some(file: int, pieces: Sequence[memoryview], position: int) -> int:
+    if len(pieces) == 1:
+        return os.pwrite(file, pieces[0], position)
+    return os.pwritev(file, pieces, position)
 
 
 class _Mapped(mmap.mmap):
@@ -510,31 +539,6 @@ def _unlock(chunks: list[Tensor], held: HeldPages, streams: list[DeviceStream], 
     finally:
         chunks.clear()
         streams.clear()
-
-
-STORES: Registry[type[Store]] = Registry(
-    "store", "stores", {store.name: store for store in (DiskStore, HostStore, PinnedStore)}
-)
-_USUAL = {"cpu": DiskStore.name, "cuda": PinnedStore.name}
-
-
-def make_store(name: str | None, device: torch.device, directory: str | Path | None = None) -> Store:
-    """Return the store called `name`, or the default one for `device`.
-
-    The default is disk on the CPU, pinned memory on CUDA. Raises RequestError for a store that does not exist or does
-    not fit the device.
-    """
-    chosen = STORES.named(name or _USUAL[device.type])
-    if directory is not None and not chosen.takes_directory:
-        raise RequestError(f"--store-dir is for the disk store, not for {chosen.name!r}; leave it out")
-    # Name the stores that would fit.
-    if chosen.device_type != device.type:
-        others = " or ".join(f"--store {n}" for n, store in STORES.items() if store.device_type == device.type)
-        serves, here = (("CPU", "CUDA"), ("CUDA", "CPU"))[device.type == "cpu"]
-        raise RequestError(
-            f"the {chosen.name} store is for tensors on a {serves} device, and here is a {here} device; use {others}"
-        )
-    return chosen(directory) if chosen.takes_directory else chosen()  # type: ignore[call-arg]
 
 
 def whole_pages(nbytes: int) -> int:

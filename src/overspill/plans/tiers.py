@@ -1,0 +1,316 @@
+"""Choose which stored copies go on to a disk, and when, so that the others fit in host memory.
+
+A stage of its own behind a policy: the schedule says when each copy is written and read, and the next use of each is
+known. Steps follow one another, so time is a ring. A *gap* is the time between two uses of a copy. Where copies take
+too much, those go whose next use is furthest (Belady, IBM Systems Journal 5(2), 1966), counting what the disk has to
+move for each: a copy that the disk has already costs its read only. Those that a linear program has there go first, if
+that moves less. They come back just early enough for the disk's rate, if host memory has space by then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from overspill.bounds.linear_program import LinearProgram
+from overspill.core import Device, DiskStay, Graph, Schedule, Tiers, Timeline, Verb
+from overspill.core.errors import RequestError
+from overspill.core.units import format_bytes
+
+PAGE_BYTES = 4096
+"""A copy takes whole pages of host memory and of the disk."""
+MOST_TERMS = 200_000
+"""The most terms of the linear program that gives a bound on what is moved."""
+EARLINESS = (1.0, 2.0, 4.0, 0.0)
+"""Read-ahead begins as early as a disk needs that is so many times slower; 0: as early as memory allows."""
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """The time in which a copy is not used: instructions `begin` to before `end`, which may be past the step's end."""
+
+    copy: int
+    begin: int
+    end: int
+    nbytes: int
+
+
+@dataclass
+class _Copy:
+    """One copy of a tensor in the store: when it is made, and the Prefetches that read it with their Awaits."""
+
+    tensor: int
+    nbytes: int
+    made: tuple[int, int] | None
+    """The Offload and its Await; None for a copy that no step writes."""
+    reads: list[tuple[int, int]] = field(default_factory=list)
+    lasts: bool = False
+    """Whether the next step reads it."""
+
+
+def with_tiers(
+    graph: Graph, schedule: Schedule, device: Device, simulate: Callable[[Tiers | None], Timeline]
+) -> tuple[Tiers | None, Timeline]:
+    """Return the fastest tiers found for `schedule` on `device`, and the timeline with them.
+
+    They are None where the device's store has no disk below. `simulate` returns the timeline with given tiers. Raises
+    RequestError if host memory is too small for any.
+    """
+    timeline = simulate(None)
+    if not device.host_bytes:
+        return None, timeline
+    ring, clock = _Ring(graph, schedule, device), timeline.clock_seconds
+    found: dict[Tiers, Timeline] = {}
+    for earliness in EARLINESS:
+        tiers = ring.tiers(clock, earliness)
+        if tiers not in found:
+            found[tiers] = simulate(tiers)
+            clock = found[tiers].clock_seconds
+        if not tiers.stays:
+            break
+    return min(found.items(), key=lambda one: one[1].step_seconds)
+
+
+class _Ring:
+    """The copies of a schedule in host memory, over the instructions of one step of many."""
+
+    def __init__(self, graph: Graph, schedule: Schedule, device: Device) -> None:
+        self.count = len(schedule.instructions)
+        self.device, self.budget = device, device.host_bytes
+        self.copies = _copies(graph, schedule)
+        self.gaps = [gap for number, copy in enumerate(self.copies) for gap in self._gaps_of(number, copy)]
+        self._bounds = np.array([(gap.begin, gap.end) for gap in self.gaps], dtype=np.int64).reshape(-1, 2).T
+        self.held = np.zeros(self.count, dtype=np.int64)
+        for copy in self.copies:
+            for begin, end in self._life(copy):
+                self.held[begin:end] += copy.nbytes
+        self._check_uses()
+
+    def _life(self, copy: _Copy) -> list[tuple[int, int]]:
+        """Return the spans of instructions in which a copy exists."""
+        if copy.made is None:
+            return [(0, self.count)]
+        made = copy.made[0]
+        if not copy.lasts:
+            return [(made, self._end_of(copy) + 1)]
+        return [(made, self.count), (0, self._end_of(copy) + 1)]
+
+    def _end_of(self, copy: _Copy) -> int:
+        """Return the instruction at which a copy is needed no more."""
+        assert copy.made is not None
+        before = [end for start, end in copy.reads if not copy.lasts or start < copy.made[0]]
+        if copy.lasts and not before:
+            return copy.made[0] - 1
+        return max(before, default=copy.made[1])
+
+    def _gaps_of(self, number: int, copy: _Copy) -> Iterable[_Gap]:
+        """Yield the gaps between the uses of a copy."""
+        if copy.made is None:
+            uses = [*copy.reads, (copy.reads[0][0] + self.count, 0)] if copy.reads else []
+        else:
+            later = [(start + self.count * (start < copy.made[0]), end) for start, end in copy.reads]
+            uses = [copy.made, *sorted((s, e + self.count * (s >= self.count)) for s, e in later)]
+        for (_, end), (start, _) in pairwise(uses):
+            if end + 1 < start:
+                yield _Gap(number, end + 1, start, copy.nbytes)
+
+    def _spans(self, begin: int, end: int) -> list[slice]:
+        """Return the span from `begin` to before `end`, which may be past the step's end, as slices of one step."""
+        if begin >= self.count:
+            begin, end = begin - self.count, end - self.count
+        if end <= self.count:
+            return [slice(begin, end)]
+        return [slice(begin, self.count), slice(0, end - self.count)]
+
+    def _add(self, held: np.ndarray, begin: int, end: int, nbytes: int) -> None:
+        for span in self._spans(begin, end):
+            held[span] += nbytes
+
+    def _most(self, held: np.ndarray, begin: int, end: int) -> int:
+        return max(int(held[span].max(initial=0)) for span in self._spans(begin, end))
+
+    def _check_uses(self) -> None:
+        """Raise RequestError if what is in use at once takes more than the budget."""
+        used = self.held.copy()
+        for gap in self.gaps:
+            self._add(used, gap.begin, gap.end, -gap.nbytes)
+        if (least := int(used.max(initial=0))) > self.budget:
+            raise RequestError(
+                f"host_budget={format_bytes(self.budget)} is too small: copies on their way to the device or back take "
+                f'{format_bytes(least)} of host memory at once; host_budget="{least}B" would do for this plan'
+            )
+
+    def tiers(self, clock_seconds: Sequence[float], earliness: float) -> Tiers:
+        """Return the stays on the disk, by the times at which instructions end."""
+        clock = np.asarray(clock_seconds)
+        least, shares = self._relaxed
+        chosen = min((self._chosen(clock, known) for known in ({}, shares)), key=self._moved)
+        held = self.held.copy()
+        for gap in chosen:
+            self._add(held, gap.begin, gap.end, -gap.nbytes)
+        begun = self._read_ahead(chosen, clock, earliness, held)
+        on_disk: set[int] = set()
+        stays = []
+        for gap in sorted(chosen, key=lambda gap: (gap.copy, gap.begin)):
+            copy = self.copies[gap.copy]
+            written = copy.made is not None and gap.copy not in on_disk
+            on_disk.add(gap.copy)
+            stays.append(
+                DiskStay(copy.tensor, gap.begin % self.count, begun[gap] % self.count, gap.end % self.count, written)
+            )
+        ends = [(self._end_of(copy), copy.tensor) for copy in self.copies if copy.made is not None]
+        start = sum(c.nbytes for c in self.copies if c.made is None or c.lasts)
+        start -= sum(g.nbytes for g in chosen if g.begin < self.count <= begun[g])
+        return Tiers(
+            host_budget_bytes=self.budget,
+            host_peak_bytes=int(held.max(initial=0)),
+            start_bytes=start,
+            disk_bytes=sum(self.copies[number].nbytes for number in on_disk),
+            least_moved_bytes=least,
+            stays=tuple(sorted(stays, key=lambda stay: (stay.write, stay.tensor))),
+            ends=tuple(sorted(ends)),
+        )
+
+    def _moved(self, chosen: Iterable[_Gap]) -> int:
+        """Return the bytes that the disk reads and writes with these gaps."""
+        written = {gap.copy for gap in chosen if self.copies[gap.copy].made is not None}
+        return sum(gap.nbytes for gap in chosen) + sum(self.copies[number].nbytes for number in written)
+
+    def _chosen(self, clock: np.ndarray, shares: Mapping[_Gap, float]) -> list[_Gap]:
+        """Return the gaps in which copies are on the disk, those with the largest `shares` first."""
+        held, chosen = self.held.copy(), dict[_Gap, None]()
+        on_disk = {number for number, copy in enumerate(self.copies) if copy.made is None}
+        whole = float(clock[-1]) if len(clock) else 0.0
+        dirty = 1 + self.device.disk_read_bytes_per_second / self.device.disk_write_bytes_per_second
+
+        def when(position: int) -> float:
+            return float(clock[position % self.count]) + whole * (position // self.count)
+
+        def worth(gap: _Gap, now: int) -> float:
+            ahead = gap.end - self.count if gap.begin > now else gap.end  # of one that began in the step before
+            return (when(ahead) - when(now)) / (1 if gap.copy in on_disk else dirty)
+
+        def take(gap: _Gap) -> None:
+            chosen[gap] = None
+            on_disk.add(gap.copy)
+            self._add(held, gap.begin, gap.end, -gap.nbytes)
+
+        for now in np.flatnonzero(held > self.budget):
+            if held[now] <= self.budget:
+                continue
+            left = (gap for gap in self._active(int(now)) if gap not in chosen)
+            for gap in sorted(left, key=lambda gap: (-round(shares.get(gap, 0.0), 2), -worth(gap, int(now)))):
+                take(gap)
+                if held[now] <= self.budget:
+                    break
+        # Some are there for the start of what others cover as well: the dearest go first.
+        for gap in sorted(chosen, key=lambda gap: (-gap.nbytes, gap.copy, gap.begin)):
+            if self._most(held, gap.begin, gap.end) + gap.nbytes <= self.budget:
+                del chosen[gap]
+                self._add(held, gap.begin, gap.end, gap.nbytes)
+        return list(chosen)
+
+    def _active(self, now: int) -> list[_Gap]:
+        """Return the gaps that instruction `now` is in."""
+        begins, ends = self._bounds
+        inside = ((begins <= now) & (now < ends)) | ((begins <= now + self.count) & (now + self.count < ends))
+        return [self.gaps[number] for number in np.flatnonzero(inside)]
+
+    def _read_ahead(self, chosen: list[_Gap], clock: np.ndarray, earliness: float, held: np.ndarray) -> dict[_Gap, int]:
+        """Return where each copy begins to come back; `held` becomes what is in host memory then.
+
+        From the last to the first, each is read before the one behind it, and before it is needed. Then those needed
+        first take host memory first.
+        """
+        whole = float(clock[-1]) if len(clock) else 0.0
+        ended = np.concatenate([clock - whole, clock])  # of the step before, and of this one
+        by_need = sorted(chosen, key=lambda gap: (gap.end % self.count, gap.copy))
+        latest: dict[_Gap, int] = {}
+        free = 2 * whole
+        for shift in (whole, 0.0):  # what the next step needs first is read in this one
+            for gap in reversed(by_need):
+                due = float(ended[self.count + gap.end % self.count - 1]) + shift
+                free = min(due, free) - earliness * self.device.disk_read_seconds(gap.nbytes)
+                latest[gap] = int(np.searchsorted(ended, free - shift, side="right")) - self.count
+        begun: dict[_Gap, int] = {}
+        for gap in by_need:
+            wanted = latest[gap] if earliness else -self.count
+            wanted += gap.end - gap.end % self.count
+            begun[gap] = self._earliest(gap, min(max(gap.begin, wanted), gap.end), held)
+            self._add(held, begun[gap], gap.end, gap.nbytes)
+        return begun
+
+    def _earliest(self, gap: _Gap, wanted: int, held: np.ndarray) -> int:
+        """Return the first instruction from `wanted` on from which host memory has space for the copy until its use."""
+        position = gap.end
+        for span in reversed(self._spans(wanted, gap.end)):
+            full = np.flatnonzero(held[span] + gap.nbytes > self.budget)
+            if len(full):
+                return position - (span.stop - span.start) + int(full[-1]) + 1
+            position -= span.stop - span.start
+        return wanted
+
+    @cached_property
+    def _relaxed(self) -> tuple[int, dict[_Gap, float]]:
+        """Return the fewest bytes that any choice reads and writes, and the share of each gap that does so.
+
+        A linear program, in which parts of a copy may be on the disk: gaps that cover each moment at which copies take
+        too much, and one write for the gaps of a copy. Of a long step only the worst moments are in it.
+        """
+        worst: dict[tuple[_Gap, ...], int] = {}
+        over = np.flatnonzero(self.held > self.budget)
+        most = max(1, MOST_TERMS // max(1, len(self.gaps)))
+        for now in over[np.argsort(-self.held[over], kind="stable")][:most]:
+            worst.setdefault(tuple(self._active(int(now))), int(self.held[now]) - self.budget)
+        program = LinearProgram()
+        write = [program.variable(1.0, copy.nbytes * (copy.made is not None)) for copy in self.copies]
+        read = {gap: program.variable(1.0, gap.nbytes) for gap in self.gaps}
+        for active, excess in worst.items():
+            program.row([(read[gap], gap.nbytes) for gap in active], lower=excess)
+        for gap, column in read.items():
+            program.row([(write[gap.copy], 1.0), (column, -1.0)], lower=0.0)
+        solved = program.solve()
+        if solved is None:
+            return 0, {}
+        return math.floor(solved[0] * (1 - 1e-9)), {gap: solved[1][column] for gap, column in read.items()}
+
+
+def page_bytes(nbytes: int) -> int:
+    """Return the bytes that a copy of `nbytes` takes, in whole pages."""
+    return -(-max(1, nbytes) // PAGE_BYTES) * PAGE_BYTES
+
+
+def _copies(graph: Graph, schedule: Schedule) -> list[_Copy]:
+    """Return the copies in the store of one step; one that the next step reads is there at the start, too."""
+    events: dict[int, list[tuple[int, Verb]]] = {}
+    for index, instruction in enumerate(schedule.instructions):
+        if instruction.verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD, Verb.PREFETCH, Verb.AWAIT_PREFETCH):
+            events.setdefault(instruction.target, []).append((index, instruction.verb))
+    made = []
+    for tensor in sorted({*events, *schedule.stored}):
+        nbytes = page_bytes(graph.tensors[tensor].nbytes)
+        found = [_Copy(tensor, nbytes, None)]
+        since = 0
+        for index, verb in events.get(tensor, ()):
+            if verb is Verb.OFFLOAD:
+                found.append(_Copy(tensor, nbytes, (index, index)))
+            elif verb is Verb.AWAIT_OFFLOAD:
+                found[-1].made = found[-1].made and (found[-1].made[0], index)
+            elif verb is Verb.PREFETCH:
+                since = index
+            else:
+                found[-1].reads.append((since, index))
+        before, *copies = found
+        if not copies:  # no step writes it
+            made.append(before)
+            continue
+        if tensor in schedule.stored:  # the last is the one that the next step reads
+            copies[-1].lasts = True
+            copies[-1].reads += before.reads
+        made += copies
+    return made

@@ -1,0 +1,146 @@
+"""Stores with a disk below host memory: what does not fit goes on and comes back, and a failing disk loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime.transfer.test_stores import read, some_bytes
+
+from overspill.core.errors import RequestError, StoreError
+from overspill.runtime.transfer.registry import make_store
+from overspill.runtime.transfer.stores import PAGE_BYTES
+from overspill.runtime.transfer.tiers import FreeMemory, HostDiskStore, HostPiece, TieredSlot
+
+CPU = torch.device("cpu")
+
+
+def filled(store: HostDiskStore, count: int, pages: int = 2) -> list[TieredSlot]:
+    slots = [store.allocate(pages * PAGE_BYTES) for _ in range(count)]
+    for seed, slot in enumerate(slots):
+        store.write(slot, some_bytes(pages * PAGE_BYTES, seed))
+    return slots
+
+
+def settled(store: HostDiskStore) -> None:
+    for lane in (*store._writers, *store._readers):
+        lane.drain()
+
+
+def are_right(store: HostDiskStore, slots: list[TieredSlot]) -> bool:
+    return all(torch.equal(read(store, slot, slot.nbytes), some_bytes(slot.nbytes, i)) for i, slot in enumerate(slots))
+
+
+def test_what_host_memory_does_not_hold_is_on_the_disk(tmp_path: Path) -> None:
+    store = HostDiskStore(tmp_path, 5 * PAGE_BYTES)
+    slots = filled(store, 8)
+    assert are_right(store, slots)
+    assert store.host_bytes == 5 * PAGE_BYTES
+    assert list(tmp_path.iterdir()) == []
+    store.close()
+
+
+def test_a_plan_writes_once_and_reads_ahead(tmp_path: Path) -> None:
+    store = HostDiskStore([tmp_path, tmp_path], 8 * PAGE_BYTES)
+    slots = filled(store, 3)
+    for _ in range(3):  # a copy that does not change, in three steps
+        store.to_disk(slots[0])
+        settled(store)
+        more = filled(store, 2)  # takes its place
+        store.release(more[0])
+        store.release(more[1])
+        store.from_disk(slots[0])
+        settled(store)
+        assert are_right(store, slots)
+    assert store.written_bytes == slots[0].nbytes
+    assert store.unplanned == 0
+    store.write(slots[0], some_bytes(slots[0].nbytes, 9))
+    store.to_disk(slots[0])
+    settled(store)
+    assert store.written_bytes == 2 * slots[0].nbytes
+    assert torch.equal(read(store, slots[0], slots[0].nbytes), some_bytes(slots[0].nbytes, 9))
+    store.close()
+
+
+def test_a_disk_that_is_full_keeps_what_there_is_in_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HostDiskStore(tmp_path, 6 * PAGE_BYTES)
+    slots = filled(store, 3)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(StoreError, match=f"{tmp_path}.*are missing"):
+            filled(store, 1)
+        assert are_right(store, slots)
+    slots += filled(store, 4)[3:]
+    assert are_right(store, slots)
+    store.close()
+
+
+def test_a_read_that_failed_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HostDiskStore(tmp_path, 4 * PAGE_BYTES)
+    slots = filled(store, 4)
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", broken)
+        store.to_disk(slots[3])
+        store.from_disk(slots[0])
+        settled(store)
+        with pytest.raises(StoreError, match="failed to read"):
+            read(store, slots[0], slots[0].nbytes)
+    assert are_right(store, slots)
+    store.close()
+
+
+def test_what_is_written_where_a_slot_is_shown_is_kept(tmp_path: Path) -> None:
+    store = HostDiskStore(tmp_path, 6 * PAGE_BYTES)
+    slots = filled(store, 4)
+    shown = store.shown(slots[0], slots[0].nbytes, None)
+    assert torch.equal(shown, some_bytes(slots[0].nbytes, 0))
+    shown.fill_(7)
+    store.to_disk(slots[0])
+    filled(store, 4)
+    assert bool((shown == 7).all())
+    del shown
+    gc.collect()
+    filled(store, 4)
+    assert bool((read(store, slots[0], slots[0].nbytes) == 7).all())
+    store.close()
+
+
+def test_copies_of_any_sizes_fit_in_pieces() -> None:
+    free = FreeMemory()
+    free.give([HostPiece(0, 0, 10 * PAGE_BYTES)])
+    taken = [free.take(PAGE_BYTES) for _ in range(10)]
+    for pieces in taken[::2]:
+        free.give(pieces or ())
+    assert free.take(6 * PAGE_BYTES) is None
+    several = free.take(5 * PAGE_BYTES)
+    assert several is not None
+    assert len(several) == 5
+    assert free.take(1) is None
+    free.give(several)
+    for pieces in taken[1::2]:
+        free.give(pieces or ())
+    assert free.take(10 * PAGE_BYTES) == (HostPiece(0, 0, 10 * PAGE_BYTES),)
+
+
+def test_a_tensor_larger_than_host_memory_and_several_directories_elsewhere_are_refused(tmp_path: Path) -> None:
+    store = HostDiskStore(tmp_path, PAGE_BYTES)
+    with pytest.raises(StoreError, match="host_budget"):
+        store.allocate(2 * PAGE_BYTES)
+    store.close()
+    with pytest.raises(RequestError, match="one directory"):
+        make_store("disk", CPU, [tmp_path, tmp_path])
