@@ -59,8 +59,8 @@ def plan(
         policy: A name that `overspill policies` lists, with parameters as `"window:window=1GiB"`, or a policy.
         batch: Samples in a step; by default the first dimension of `inputs`.
         whole_step: Whether parameters, gradients and optimizer state may move too, as in `overspill.train_step`.
-        update: Where the optimizer's updates run: `"device"`; `"host"`, if the plan has their state in the store; or
-            `"auto"`, wherever the step is faster (docs/howto/state_in_host_memory.md).
+        update: Where the optimizer's updates run: `"device"`; `"host"`, all that can; or `"auto"`, wherever the step is
+            faster (docs/howto/state_in_host_memory.md).
         placement: An allocator or solver within whose peak the plan must stay.
         times: Op times that were measured on the device, in place of estimates.
         backend: `inductor`: the step as `torch.compile` runs it, from the program that Inductor writes for the CPU.

@@ -61,7 +61,7 @@ Update = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Where updates run: device, host (where their state is there), or auto (wherever the step is faster).",
+        help="Where updates run: device, host (all that can), or auto (wherever the step is faster).",
         autocompletion=complete.constants("device", "host", "auto"),
     ),
 ]

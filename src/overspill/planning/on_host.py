@@ -217,8 +217,8 @@ class _Insertion:
         self.made.append((self.index, instruction))
         if verb in OF_OPS:
             self._after(self.of.graph.ops[target])
-        elif (verb is Verb.AWAIT_OFFLOAD and target in self.own) or (
-            verb is Verb.FREE and target in self.of.weights and self.index > self.last[target]
+        elif (verb is Verb.AWAIT_OFFLOAD and target in self.own and not self._is_written(target)) or (
+            verb is Verb.FREE and target in self._awaited and self.index > self.last[target]
         ):
             self._ready(target)
 
@@ -243,7 +243,12 @@ class _Insertion:
         if first.freed:
             self._add(Verb.FREE, first.tensor)
             self.held -= self._bytes(first.tensor)
-        self._ready(first.tensor)
+        if first.freed or not self._is_written(first.tensor):
+            self._ready(first.tensor)
+
+    def _is_written(self, tensor: int) -> bool:
+        """Return whether an update writes `tensor`, which must then have left the device."""
+        return any(tensor in op.writes for op in self.waiting[tensor])
 
     def _ready(self, tensor: int) -> None:
         """Start the updates that waited for `tensor` alone."""

@@ -79,8 +79,8 @@ def compile(  # noqa: A001 - named as torch.compile is
             and temporaries. On CUDA a size is that of the GPU, with context, library workspaces and fragmentation
             (docs/guarantees.md). A share is of the largest step so far.
         policy: A name that `overspill policies` lists.
-        update: Where the optimizer's updates run: `"device"`; `"host"`, if the plan has their state in the store; or
-            `"auto"`, wherever the step is faster (docs/howto/state_in_host_memory.md).
+        update: Where the optimizer's updates run: `"device"`; `"host"`, all that can; or `"auto"`, wherever the step is
+            faster (docs/howto/state_in_host_memory.md).
         store: Where bytes go: `disk` (the default) or `host` on the CPU, `pinned` on CUDA; `host+disk` or `pinned+disk`
             have both, the disk for what host memory does not hold.
         store_dir: The directory of the disk store's file, which has no name and vanishes with the process; with `+disk`

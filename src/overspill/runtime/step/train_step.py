@@ -433,8 +433,8 @@ def train_step(
         optimizer: Your own, of any class; or several, each with its own parameters, which step in that order.
         budget: As for `overspill.compile`, here for all memory of the step.
         policy: A name that `overspill policies` lists.
-        update: Where the optimizer's updates run: `"device"`; `"host"`, if the plan has their state in the store; or
-            `"auto"`, wherever the step is faster (docs/howto/state_in_host_memory.md).
+        update: Where the optimizer's updates run: `"device"`; `"host"`, all that can; or `"auto"`, wherever the step is
+            faster (docs/howto/state_in_host_memory.md).
         store: `disk` or `host` on the CPU, `pinned` on CUDA; `host+disk` or `pinned+disk` have both, the disk for what
             host memory does not hold.
         store_dir: The directory of the disk store's file; with `+disk` also several, one for each drive.
