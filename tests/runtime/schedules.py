@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
 from typing import Any
 
-from overspill.capture.compiled.whole_step import UPDATE
-from overspill.core import Graph, Instruction, Schedule, Verb
+from overspill.core import Graph, Schedule
 from overspill.core.errors import InvalidScheduleError
 from overspill.planning.assemble import Transfer, assemble
 from overspill.planning.gaps import earliest_return, latest_release, swappable_gaps
@@ -72,51 +71,3 @@ def drawn(seed: int) -> Iterator[str]:
         yield Drawn.name
     finally:
         del POLICIES._known[Drawn.name]
-
-
-class OnHost(Policy):
-    """Lets the host do all updates, as soon as it has the gradient and the device is done with the weight.
-
-    Weights are on the device for one op at a time.
-    """
-
-    name, summary, source = "on-host", "all updates on the host", "these tests"
-    offloads = unlimited = True
-
-    def _plan(self, graph: Graph, *_: Any) -> Schedule:
-        able = [op for op in graph.ops if op.name == UPDATE and all(graph.tensors[t].movable for t in op.reads)]
-        ids = {op.id for op in able}
-        stored = {t for op in able for t in op.writes if graph.tensors[t].persistent}
-        last = {t: op.id for op in graph.ops if op.id not in ids for t in (*op.reads, *op.writes)}
-        read_there = {t for op in able for t in op.reads}
-        made: list[Instruction] = []
-
-        def free(tensors: Iterable[int]) -> None:
-            made.extend(Instruction(Verb.FREE, t) for t in tensors)
-
-        for op in graph.ops:
-            if op.id in ids:
-                continue
-            lent = {*op.reads, *op.writes} & stored
-            for tensor in lent:
-                made += (Instruction(verb, tensor) for verb in (Verb.PREFETCH, Verb.AWAIT_PREFETCH))
-            made.append(Instruction(Verb.RUN, op.id))
-            done = {t for t in (*op.reads, *op.writes) if last[t] == op.id}
-            for tensor in done & read_there - stored:
-                made += (Instruction(verb, tensor) for verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD))
-            free(lent | {t for t in done if not (graph.tensors[t].persistent or t in graph.outputs)})
-            ready = [u for u in able if graph.whole_step and all(last.get(t, -1) <= op.id for t in u.reads)]
-            made += (Instruction(Verb.RUN_ON_HOST, u.id) for u in ready)
-            able = [u for u in able if u not in ready]
-        made += (Instruction(Verb.RUN_ON_HOST, u.id) for u in able)  # of a loop's own step
-        return Schedule(self.name, tuple(made), None, tuple(sorted(stored)))
-
-
-@contextmanager
-def on_host() -> Iterator[str]:
-    """The name of the policy, which is there while this lasts."""
-    POLICIES._known[OnHost.name] = OnHost
-    try:
-        yield OnHost.name
-    finally:
-        del POLICIES._known[OnHost.name]

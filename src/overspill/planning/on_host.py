@@ -36,12 +36,12 @@ def may_run_on_host(graph: Graph, op: Op) -> bool:
 
 
 def updates_of(graph: Graph) -> tuple[int, ...]:
-    """Return the updates of a whole step that the host may run, in the order in which their gradients are complete."""
+    """Return the updates of a step that the host may run, in the order in which their gradients are complete."""
 
     def complete(op: int) -> int:
         return max((w for t in graph.ops[op].reads for w in graph.written_by[t] if w < op), default=-1)
 
-    found = [op.id for op in graph.ops if may_run_on_host(graph, op)] if graph.whole_step else []
+    found = [op.id for op in graph.ops if may_run_on_host(graph, op)]
     return tuple(sorted(found, key=lambda op: (complete(op), op)))
 
 
@@ -143,6 +143,8 @@ class _Insertion:
     """Resident weights that the host has been given, with when it is done."""
     back: list[int] = field(default_factory=list)
     """Those that come back in this step."""
+    of_loop: list[int] = field(default_factory=list)
+    """Updates that wait until the user's loop steps, because the step is cut there."""
 
     def __post_init__(self) -> None:
         """Find what each update waits for: tensors that reach the store, and weights that leave the device."""
@@ -188,6 +190,8 @@ class _Insertion:
         self.index = len(self.before.instructions)
         while self.leaving:
             self._arrive()
+        for op in self.of_loop:
+            self._add(Verb.RUN_ON_HOST, op)
         for tensor in self.back:
             self._add(Verb.AWAIT_PREFETCH, tensor)
         returns = self._returns([t for t in self.resident if t not in self.back])
@@ -255,7 +259,9 @@ class _Insertion:
         now = self.clock[min(self.index, len(self.clock)) - 1]
         for op in self.waiting[tensor]:
             waits = self.waits[op.id]
-            if tensor in waits and len(waits) == 1:
+            if tensor in waits and len(waits) == 1 and not self.of.graph.whole_step:
+                self.of_loop.append(op.id)
+            elif tensor in waits and len(waits) == 1:
                 self._add(Verb.RUN_ON_HOST, op.id)
                 seconds = self.of.device.host_update_seconds(bytes_of_update(self.of.graph, op))
                 self.host_free = max(now, self.host_free) + seconds

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from threading import Event, current_thread
 from typing import Any
 
 import pytest
 import torch
 from tests.runtime.compiled.test_whole_budget import OPTIMIZERS, Run, begin, compare, loss_of
-from tests.runtime.schedules import OnHost
 from torch import nn
 
+import overspill
 from overspill.core import Verb
 from overspill.core.errors import OverspillError
-from overspill.policies.auto import Auto
 from overspill.runtime.step.updates import OptimizerUpdates
 
 pytestmark = [pytest.mark.usefixtures("forget_compiled_code"), pytest.mark.filterwarnings("ignore")]
@@ -22,7 +22,7 @@ SOON = 20.0
 
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Auto, "_plan", OnHost._plan)
+    monkeypatch.setattr(overspill, "compile", partial(overspill.compile, update="host"))
 
 
 def updates_on_host(run: Run) -> None:

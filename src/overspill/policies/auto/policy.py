@@ -10,6 +10,7 @@ from overspill.planning.assemble import assemble
 from overspill.planning.effort import EFFORT, Effort
 from overspill.planning.floor import infeasible
 from overspill.planning.gaps import swappable_gaps
+from overspill.planning.on_host import updates_of
 from overspill.planning.order import best_order
 from overspill.planning.step_program import StepProgram
 from overspill.policies.base import Policy
@@ -23,6 +24,11 @@ SHARE_OF_AN_ORDER = 0.5
 
 A third plan, of feature maps alone, has all of it: so it is no slower than that plan of the step in two graphs.
 """
+
+
+def _is_to_update(graph: Graph) -> bool:
+    """Return whether updates are planned: not in a micro-batch before the last, nor in a loop whose weights stay."""
+    return bool(updates_of(graph)) or (graph.whole_step and any(op.phase is Phase.UPDATE for op in graph.ops))
 
 
 class Auto(Policy):
@@ -52,8 +58,7 @@ class Auto(Policy):
         self.effort = Effort.usual() if effort is None else effort
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        updates = any(op.phase is Phase.UPDATE for op in graph.ops)  # not in a micro-batch before the last
-        if self.update == DEVICE or not (graph.whole_step and updates):
+        if self.update == DEVICE or not _is_to_update(graph):
             return self._on_device(graph, device, budget_bytes, seconds)
         return PlansOnHost(self._on_device, graph, device, budget_bytes, seconds).best(self.update)
 

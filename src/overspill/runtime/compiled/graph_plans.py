@@ -172,7 +172,8 @@ class GraphPlans:
         if not problem.account.has_arena:
             return self._fitted(problem, room, budget)
         # Parameters do not move through an arena: first with all of them on the device, then without an arena.
-        if not self._loop.is_in_force:
+        in_force = self._loop.is_in_force or self._loop.updates_on_host
+        if not in_force:
             try:
                 with self._loop.staying():
                     return self._fitted(problem, room, budget)
@@ -183,7 +184,7 @@ class GraphPlans:
         try:
             return self._fitted(problem.as_one_of_several(), room, budget)
         except InfeasibleBudgetError as error:
-            if self._loop.is_in_force or error.floor_bytes < refusal.floor_bytes:
+            if in_force or error.floor_bytes < refusal.floor_bytes:
                 raise
             raise refusal from None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.optim import Optimizer
 
 from overspill.capture.compiled.cut_step import Build, CapturedCutStep, capture_cut_step
 from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings
@@ -19,6 +20,8 @@ from overspill.capture.compiled.joint import JointGraph, input_of, storages
 from overspill.capture.compiled.whole_step import GradientOps, ParameterUpdate, StateInfo
 from overspill.core import TensorKind
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.policies import policy_named
+from overspill.policies.auto.host_updates import DEVICE, HOST
 from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
 from overspill.pytorch.dynamo import forget_numpy_inputs, same_object
 from overspill.pytorch.fake_tensors import FakeTensorMode
@@ -50,6 +53,8 @@ class LoopPlans:
         """Why parameters stay on the device, if they do."""
         if self.may_move and options.placement == PLANNED:
             self.may_move, self.why_not = False, "placement='planned' has no addresses for them; leave it out"
+        self.updates_on_host = getattr(policy_named(options.policy), "update", DEVICE) == HOST
+        """Whether each update is to be on the host: a plan with parameters on the device is none then."""
         self.from_host_to: torch.device | None = None
         """The device of models that begin in host memory."""
         self._followed = followed
@@ -125,12 +130,19 @@ class LoopPlans:
         Once parameters move, it is only the last, as for the session's other graphs.
         """
         in_force = self.is_in_force
-        if not in_force:
+        on_host = self.updates_on_host and bool(joint.backward_outputs) and bool(self._followed.stepping())
+        if not (in_force or on_host):
             yield from plain()
         if (moving := self._captured(joint, inputs, parameters, around, build)) is not None:
             yield moving
+        elif on_host:
+            raise UnsupportedError(f'update="host" of a loop whose parameters cannot leave the device: {self.why_not}')
         elif in_force:
             yield from plain()
+
+    def is_left_out(self, optimizer: Optimizer) -> bool:
+        """Return whether plans were made before `optimizer` was there, which is to update on the host."""
+        return self.updates_on_host and not self.is_in_force and self._followed.updated_by(optimizer)
 
     def _captured(
         self, joint: JointGraph, inputs: Sequence[InputInfo], parameters: Parameters, around: Surroundings, build: Build

@@ -478,6 +478,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         for session in list(_SESSIONS):
             if session._parked and session.followed.updated_by(optimizer):
                 session.unpark()
+            if session.plans and session.loop.is_left_out(optimizer):
+                session.renewal.is_asked = True
+                session.renewal.begin_rounds()
         check_step(optimizer, {s.watch_calls: (s.followed, s._plans.planned) for s in list(_SESSIONS)})
 
 

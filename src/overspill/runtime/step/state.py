@@ -550,6 +550,7 @@ class StepState:
 
     def park(self, engine: TransferEngine) -> int:
         """Move all that is on the device and may move to the store, and return its bytes. Raises StoreError."""
+        self.end_updates()
         here = {name: resident for name, resident in self.residency.residents.items() if resident.here is not None}
         try:
             self.residency.send(here, engine)
