@@ -27,7 +27,19 @@ from overspill.placement.replay import replay
 from overspill.planning.effort import EFFORT
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
-from overspill.plans.fit import FROM_FLOOR, GRID, TRIES, UPWARDS, Fit, fit, least_of, on_grid, search, upwards_from
+from overspill.plans.fit import (
+    FIRST_EFFORT,
+    FROM_FLOOR,
+    GRID,
+    TRIES,
+    UPWARDS,
+    Fit,
+    fit,
+    least_of,
+    on_grid,
+    search,
+    upwards_from,
+)
 from overspill.plans.plan import Plan, make_plan, unmanaged_peak
 from overspill.simulate import trace_of
 
@@ -69,6 +81,21 @@ def test_no_larger_plan_is_looked_for_where_the_least_takes_far_more_than_the_ro
 
     assert Fit(make, Doubling(DEVICE), DEVICE.context_bytes + room)._fastest(on_host=False) is None
     assert (min(asked), len(asked)) == (1000, 1 + larger)
+
+
+def test_a_budget_below_the_fewest_live_bytes_is_refused_after_one_plan_and_what_the_error_names_works() -> None:
+    made = []
+
+    def make(live: int) -> Plan:
+        plan = make_plan(STEP, DEVICE, "auto", live)
+        made.append(EFFORT.get())
+        return plan
+
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        Fit(make, CARD, CARD.context_bytes + MIB).plan()
+    assert made == [FIRST_EFFORT]
+    least = refused.value.floor_bytes
+    assert (planned(least).device_bytes or 0) <= least
 
 
 @pytest.mark.parametrize("share", [0.6, 0.8, 1.0, 1.5])

@@ -97,25 +97,35 @@ class Fit:
         self._searches = {on_host: searches(on_host=on_host) for on_host in account.beginnings}
 
     @cached_property
-    def hoped(self) -> Plan | None:
-        """The plan if live bytes may have all of the budget, which no placed plan beats by much; None without any."""
+    def _hoped(self) -> Plan | InfeasibleBudgetError:
         try:
             return self._at_first()
-        except InfeasibleBudgetError:
+        except InfeasibleBudgetError as error:
+            return error.with_traceback(None)
+
+    @property
+    def hoped(self) -> Plan | None:
+        """The plan if live bytes may have all of the budget, which no placed plan beats by much; None without any."""
+        return None if isinstance(self._hoped, InfeasibleBudgetError) else self._hoped
+
+    @property
+    def refused_below(self) -> int | None:
+        """If the budget is below the fewest live bytes of any plan: these, with the context; None otherwise."""
+        if not isinstance(self._hoped, InfeasibleBudgetError) or self._hoped.floor_bytes <= self._tensor_bytes:
             return None
+        return self._hoped.floor_bytes + self._account.context_bytes
 
     def plan(self) -> Plan:
         """Return the plan. Raises InfeasibleBudgetError."""
         if self._account.placed_by is None:
             return self._at_first()
-        tried = (self._fastest(on_host=on_host) for on_host in self._beginnings)
+        tried = (self._fastest(on_host=on_host) for on_host in self._beginnings if self.refused_below is None)
         found = next(filter(None, tried), None)
         if found is None:
             *_, fewest_there = self._beginnings
-            alone = not self._may_fit(on_host=fewest_there)
             least = self._account.least
             ways = [one for one in self._searches[fewest_there] if least in (one.account, self._account)]
-            floors = [search.from_floor(alone=alone or self._is_far(search)) for search in ways]
+            floors = [self._floor(search, on_host=fewest_there) for search in ways]
             found, fewest, cause = min(floors, key=lambda floor: floor[0].taken_bytes)
             if found.taken_bytes > self._tensor_bytes:
                 raise least.refusal(self._budget_bytes, found, fewest, cause)
@@ -141,10 +151,17 @@ class Fit:
             return True
         return sum(t.nbytes for t in there_before(self.hoped.graph, model_on_host=on_host)) <= self._tensor_bytes
 
-    def _is_far(self, search: _Search) -> bool:
-        """Return whether even the fewest live bytes exceed a budget: then a plan of these is named, found at once."""
-        least, *_ = search.from_floor(alone=True)
-        return self._budget_bytes > NOTHING_BYTES and least.peak_bytes > self._tensor_bytes
+    def _floor(self, search: _Search, *, on_host: bool) -> tuple[Plan, Plan, str]:
+        """Return the plan that takes the least, that with the fewest live bytes, and the cause of these.
+
+        If even the fewest live bytes exceed the budget, a plan of these is named, found at once.
+        """
+        if self.refused_below is not None and self._budget_bytes > NOTHING_BYTES:
+            _, fewest, cause = search.at_floor(thorough=False)
+            return fewest, fewest, cause
+        _, fewest, cause = search.at_floor()
+        far = self._budget_bytes > NOTHING_BYTES and fewest.peak_bytes > self._tensor_bytes
+        return (fewest if far or not self._may_fit(on_host=on_host) else search.from_floor()), fewest, cause
 
     def _fastest(self, *, on_host: bool) -> Plan | None:
         """Return the fastest plan found that fits; the next placement is tried only if this one costs much.
@@ -201,7 +218,8 @@ class _Search:
         if not low and most_seconds < math.inf:
             return None
         if not low:
-            least, *_ = self.from_floor(alone=True)
+            self.at_floor(thorough=False)  # a budget may have been named by this plan
+            _, least, _ = self.at_floor()
             if not self.account.is_steady and least.taken_bytes <= HOPE * self._bytes:
                 self.from_floor()
         elif (found := self._at(low, self._little)).slowdown > (NEAR if len(found.graph.ops) > MANY_OPS else 1):
@@ -215,19 +233,20 @@ class _Search:
         ]
         return min(fitting, key=lambda plan: plan.step_seconds, default=None)
 
-    def from_floor(self, *, alone: bool = False) -> tuple[Plan, Plan, str]:
-        """Return the plan that takes the least, that with the fewest live bytes, and the cause of these.
+    def from_floor(self) -> Plan:
+        """Return the plan that takes the least.
 
-        With `alone`, only the second is made. The plans tried do not depend on the budget, so the one that an error
-        names will work.
+        The plans tried do not depend on the budget, so the one that an error names will work.
         """
-        floor, fewest, cause = least_of(lambda live: self._at(live, self._full))
-        if alone:
-            return fewest, fewest, cause
+        floor, fewest, _ = self.at_floor()
         # Beyond what the first takes, nothing smaller can come.
         most = min(fewest.taken_bytes, fewest.unmanaged_peak_bytes)
         beyond = (live for live in islice(upwards_from(max(floor, fewest.peak_bytes)), FROM_FLOOR) if live < most)
-        return min([fewest, *self._at_all(beyond)], key=lambda plan: plan.taken_bytes), fewest, cause
+        return min([fewest, *self._at_all(beyond)], key=lambda plan: plan.taken_bytes)
+
+    def at_floor(self, *, thorough: bool = True) -> tuple[int, Plan, str]:
+        """Return the fewest live bytes, their plan and cause; unless `thorough`, it is made with little effort."""
+        return least_of(lambda live: self._at(live, self._full if thorough else self._little))
 
     def _largest_that_fits(self, most_seconds: float) -> int:
         """Return the most live bytes found with which a plan fits, or 0.

@@ -40,8 +40,8 @@ def fake_plan(of: Captured, seconds: float) -> Plan:
     return cast("Plan", SimpleNamespace(step_seconds=seconds, slowdown=seconds, in_core_seconds=1.0, graph=of.graph))
 
 
-def fake_fit(of: Captured, plan: Callable[[], Plan], hoped: float | None) -> Fit:
-    return cast("Fit", SimpleNamespace(plan=plan, hoped=hoped and fake_plan(of, hoped)))
+def fake_fit(of: Captured, plan: Callable[[], Plan], hoped: float | None, refused_below: int | None = None) -> Fit:
+    return cast("Fit", SimpleNamespace(plan=plan, hoped=hoped and fake_plan(of, hoped), refused_below=refused_below))
 
 
 @pytest.mark.parametrize(
@@ -140,16 +140,25 @@ def test_a_partition_without_a_plan_may_have_one_where_weights_move(monkeypatch:
     assert Partitioned(captures).best_plan(search).step_seconds == 1.5
 
 
-def test_where_no_partition_has_a_plan_the_least_floor_is_named() -> None:
-    def search(of: Captured) -> Fit:
-        def plan() -> Plan:
-            raise InfeasibleBudgetError("no", budget_bytes=1, floor_bytes=int(10 * of.partition), cause="")
+@pytest.mark.parametrize(("hopeless", "worked_out"), [(False, [0.3, 0.35, 0.7, 1.0]), (True, [0.3, 0.35])])
+def test_where_no_partition_has_a_plan_the_least_floor_is_named(hopeless: bool, worked_out: list[float]) -> None:
+    made = []
 
-        return fake_fit(of, plan, None)
+    def search(of: Captured) -> Fit:
+        floor_bytes = int(100 * of.partition)
+
+        def plan() -> Plan:
+            made.append(of.partition)
+            raise InfeasibleBudgetError(
+                "no", budget_bytes=1, floor_bytes=floor_bytes + (10 if of.partition == 0.3 else 0), cause=""
+            )
+
+        return fake_fit(of, plan, None, floor_bytes if hopeless else None)
 
     with pytest.raises(InfeasibleBudgetError) as found:
-        Partitioned(map(captured, (1.0, 0.3, 0.7))).best_plan(search)
-    assert found.value.floor_bytes == 3
+        Partitioned(map(captured, (1.0, 0.3, 0.7, 0.35))).best_plan(search)
+    assert found.value.floor_bytes == 35, "0.3 needs 40 when it is placed"
+    assert sorted(made) == worked_out
 
 
 def test_inductor_simplifies_each_index_expression_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from operator import itemgetter
 from typing import Generic
 
 from overspill.capture.compiled.cut_step import CapturedCutStep
@@ -104,7 +105,7 @@ class Partitioned(Generic[C]):
         best: Plan | None = None
         waiting: Fit | None = None
         hoped_seconds = math.inf  # of the plan that waits
-        refusal: InfeasibleBudgetError | None = None
+        refusals = _Refusals()
         enough = 0.0
         for captured in self:
             found = search_in(captured)
@@ -114,12 +115,12 @@ class Partitioned(Generic[C]):
                 if hoped is None or hoped.slowdown > NEAR:
                     waiting, hoped_seconds = found, math.inf if hoped is None else hoped.step_seconds
                     continue
-            plan, refusal = _worked_out(found, refusal)
+            plan = refusals.plan_of(found)
             if plan is None:
                 # It is not faster than a plan: if the one that waits is a plan, the search ends.
                 ends = not (self._is_usual(captured) or self._may_move(captured))
                 if ends and best is None and waiting is not None and hoped_seconds < math.inf:
-                    best, refusal = _worked_out(waiting, refusal)
+                    best = refusals.plan_of(waiting)
                     waiting, hoped_seconds = None, math.inf
                 if best is None or not ends:
                     continue
@@ -130,15 +131,10 @@ class Partitioned(Generic[C]):
             if best.step_seconds <= enough or (plan.step_seconds >= before_seconds and not self._is_usual(captured)):
                 break
         if waiting is not None and (best is None or hoped_seconds < best.step_seconds):
-            plan, refusal = _worked_out(waiting, refusal)
+            plan = refusals.plan_of(waiting)
             best = best if plan is None else _fastest(best, plan)
         if best is None:
-            assert refusal is not None
-            try:
-                raise refusal
-            finally:
-                # Its traceback would keep this frame, and what its callers hold, until garbage is collected.
-                del refusal
+            raise refusals.least()
         return best if best.graph is self.graph else _compared(self.graph, best, times)
 
 
@@ -146,16 +142,36 @@ def _fastest(best: Plan | None, found: Plan) -> Plan:
     return found if best is None or found.step_seconds < best.step_seconds else best
 
 
-def _worked_out(found: Fit, least: InfeasibleBudgetError | None) -> tuple[Plan | None, InfeasibleBudgetError | None]:
-    """Return the plan, or None, and the refusal with the least floor so far."""
-    try:
-        return found.plan(), least
-    except InfeasibleBudgetError as error:
-        return None, _of_least_floor(least, error)
+class _Refusals:
+    """The refusals of searches without a plan; of those that cannot have one, the smallest plan is only made last."""
 
+    def __init__(self) -> None:
+        self._least: InfeasibleBudgetError | None = None
+        self._hopeless: list[tuple[int, Fit]] = []
 
-def _of_least_floor(least: InfeasibleBudgetError | None, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
-    return error.with_traceback(None) if least is None or error.floor_bytes < least.floor_bytes else least
+    def plan_of(self, found: Fit) -> Plan | None:
+        """Return the plan, or None."""
+        if (below := found.refused_below) is not None:
+            self._hopeless.append((below, found))
+            return None
+        return self._worked_out(found)
+
+    def least(self) -> InfeasibleBudgetError:
+        """Return the refusal with the least floor. It is not kept: its traceback will keep the caller's frame."""
+        for below, found in sorted(self._hopeless, key=itemgetter(0)):
+            if self._least is None or below < self._least.floor_bytes:
+                self._worked_out(found)
+        least, self._least = self._least, None
+        assert least is not None
+        return least
+
+    def _worked_out(self, found: Fit) -> Plan | None:
+        try:
+            return found.plan()
+        except InfeasibleBudgetError as error:
+            if self._least is None or error.floor_bytes < self._least.floor_bytes:
+                self._least = error.with_traceback(None)
+            return None
 
 
 def _compared(usual: Graph, plan: Plan, times: MeasuredTimes | None) -> Plan:
