@@ -36,8 +36,16 @@ def test_a_hole_too_small_for_the_largest_block_is_unusable() -> None:
     assert placed.unusable > 0
 
 
+def test_planned_addresses_are_those_of_the_whole_step_though_its_layers_repeat() -> None:
+    """Found by their repetition alone, four layers would be four steps, and take a fifth more."""
+    layers = [(k, 2 + k * 7 % 13) for _ in range(4) for k in range(10)]
+    blocks = [Block(t, t, 80 - t if k == 3 else t + 2, size * MIB) for t, (k, size) in enumerate(layers)]
+    placed = place(Trace(tuple(blocks)), "planned")
+    assert placed.peak_bytes <= 1.02 * placed.lower_bound_bytes
+
+
 def test_an_unknown_placer_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(RequestError, match=r"'pytroch'\. .*best-fit, buddy"):
+    with pytest.raises(RequestError, match=r"'pytroch'.*best-fit, buddy"):
         check_placer("pytroch")
 
 

@@ -15,10 +15,10 @@ from overspill.policies import IDEAS
 from overspill.simulate import trace_of
 
 from .allocators.caching import CachingAllocator
-from .allocators.registry import ALLOCATORS
+from .allocators.registry import ALLOCATORS, allocator_named
 from .events import Events
 from .packing import LEAST_GAIN, SOLVERS, Limits, solver_named
-from .replay import replay
+from .replay import replay, replay_on
 
 PLACERS = (*ALLOCATORS, *SOLVERS)
 """Names of all that can place a trace: online allocators, then offline solvers."""
@@ -74,15 +74,19 @@ def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:
         return Placed(placer, solution.layout.peak_bytes, bound, None, solution.seconds)
     # An allocator is replayed twice: for its peak, timed, and for unusable bytes.
     kind = ALLOCATORS[placer]
-    events = Events.of(trace, by_references=kind.by_references).repeated(1 + kind.learns_steps)
-    learnt = len(events) // (1 + kind.learns_steps) * kind.learns_steps
+    step = Events.of(trace, by_references=kind.by_references)
+    events, learnt = step.repeated(1 + kind.learns_steps), len(step) * kind.learns_steps
     began = time.perf_counter()
     peak = replay(events, placer).peak_reserved_bytes
     seconds = time.perf_counter() - began
     largest = max((b.nbytes for b in trace.blocks), default=0)
-    done = replay(events, placer, request_bytes=largest)
-    if learnt and done.reserved is not None:
+    if learnt:  # as under a running job, which says where its steps end
+        ends = range(len(step), len(events) + 1, len(step))
+        done = replay_on(allocator_named(placer), events, request_bytes=largest, ends=ends)
+        assert done.reserved is not None
         peak = int(done.reserved[learnt:].max(initial=0))
+    else:
+        done = replay(events, placer, request_bytes=largest)
     if not done.fits:
         raise RequestError(
             f"the allocator {placer!r} cannot place this trace in its address space; take another, as pytorch"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -60,9 +60,14 @@ def _settled(events: Events, allocator: str, config: Any) -> Any:
 
 
 def replay_on(
-    allocator: Allocator, events: Events, *, curves: bool = False, request_bytes: int | None = None
+    allocator: Allocator,
+    events: Events,
+    *,
+    curves: bool = False,
+    request_bytes: int | None = None,
+    ends: Container[int] = (),
 ) -> Replay:
-    """Replay `events` on `allocator`, call by call."""
+    """Replay `events` on `allocator`, call by call; a step of the job ends after so many of them as `ends` has."""
     addresses = np.full(events.block_count, NOT_PLACED, dtype=np.int64)
     live: dict[int, int] = {}
     without_room: set[int] = set()
@@ -93,6 +98,8 @@ def replay_on(
             allocator.free(live.pop(block))
         else:
             raise RequestError(f"event {at} frees block {block}, which is not live")
+        if at + 1 in ends and isinstance(allocator, NativeAllocator):
+            allocator.mark_step()
         # Keep the curves.
         if width:
             history.append(_figures(allocator, request_bytes))
