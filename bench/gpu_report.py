@@ -74,6 +74,7 @@ def report(known: Sequence[Line]) -> tuple[str, bool]:
         "Estimates": tables.estimates(found),
         "Larger than memory": tables.larger(found),
         "A shared GPU": tables.shared(found),
+        "Allocators": tables.allocators(found),
         "Not finished": tables.unfinished(known),
     }
     parts += [f"## {title}\n\n{text}" for title, text in sections.items() if text]

@@ -51,6 +51,11 @@ SHARING = Topic(
     12, "A shared GPU", "What does park give back between two steps, and how fast?",
     "other losses than without it, or over a twentieth still reserved: not to be claimed",
 )  # fmt: skip
+ALLOCATORS = Topic(
+    13, "Allocators", "What does plain training reserve on Overspill's allocators, what does a step cost, and do graphs replay?",
+    "other losses than on PyTorch's: nothing of them is to be used; steps over 1 % slower on `planned`, or more reserved than by"
+    " expandable segments: it stays an experiment",
+)  # fmt: skip
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 PARTITIONS = (0.7, 0.5, 0.3)
@@ -231,6 +236,22 @@ def _rest() -> Iterator[Experiment]:
             f"12-parked-{door}-{budget}", SHARING, "gpu.topics.sharing:parked", asked, seconds=30,
             on_cpu=door == "compile",
         )  # fmt: skip
+    for job in ("gpt2", "resnet50"):
+        for name, allocator, environment in (
+            ("pytorch", "pytorch", {}), ("expandable", "pytorch", EXPANDABLE), ("planned", "planned", {}),
+            ("chunked", "chunked", {}), ("gtbm", "gtbm", {}),
+        ):  # fmt: skip
+            yield Experiment(
+                f"13-{job}-{name}", ALLOCATORS, "gpu.topics.allocators:step_time", {"job": job, "allocator": allocator},
+                seconds=12, environment=environment, on_cpu=(job, name) == ("gpt2", "pytorch"),
+            )  # fmt: skip
+    yield Experiment(
+        "13-graphs-planned",
+        ALLOCATORS,
+        "gpu.topics.allocators:graphs",
+        {"job": "gpt2", "allocator": "planned"},
+        seconds=12,
+    )
 
 
 def _more() -> Iterator[Experiment]:

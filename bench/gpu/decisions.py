@@ -27,6 +27,7 @@ RECORDED_TOLERANCE = 0.1
 MOST_RECORDING_COST = 0.1
 GAIN_BY_MEASURED_TIMES = 0.05
 MOST_LEFT_WHEN_PARKED = 0.05
+MOST_COST_OF_ALLOCATOR = 0.01
 MEDIAN_ESTIMATE_ERROR, LARGEST_ESTIMATE_ERROR = 0.03, 0.15
 PLAIN_AGAIN = ("plain again", "torch.compile again")
 OTHER_KERNELS = "plain, native batch norm"
@@ -266,6 +267,30 @@ def shared(found: Found) -> Iterator[Verdict]:
                 yield _judged(crossed, f"{name}: {left:.1%} stay reserved", "find what park leaves on the device")
 
 
+def allocators(found: Found) -> Iterator[Verdict]:
+    """Topic 13."""
+    for job in ("gpt2", "resnet50"):
+        plain, expandable = found.get(f"13-{job}-pytorch"), found.get(f"13-{job}-expandable")
+        for name in ("planned", "chunked", "gtbm"):
+            ours = found.get(f"13-{job}-{name}")
+            if plain is None or ours is None:
+                continue
+            same = plain["losses"] == ours["losses"]
+            yield _judged(not same, f"13-{job}-{name}: losses are {'equal' if same else 'not equal'}", "do not use it")
+            if name == "planned" and expandable is not None and "reserved_peak_bytes" in ours:
+                most, theirs = ours["reserved_peak_bytes"], expandable["reserved_peak_bytes"]
+                evidence = "13-{}-planned: reserved {} of {}".format(job, *format_apart(most, theirs))
+                yield _judged(most > theirs, evidence, "replay a snapshot of it in simulation")
+                slower = ours["step_seconds"] / plain["step_seconds"] - 1
+                crossed = slower > MOST_COST_OF_ALLOCATOR
+                yield _judged(crossed, f"13-{job}-planned: a step takes {slower:+.1%}", "find where its host time goes")
+    if graphs := found.get("13-graphs-planned"):
+        same = {*graphs["losses"]} == {*graphs["replayed_losses"]}
+        yield _judged(
+            not same, f"13-graphs-planned: losses are {'equal' if same else 'not equal'}", "refuse graphs again"
+        )
+
+
 RULES: dict[Rule, str] = {
     installed: "the command line trains, with identical numbers",
     whole_round_trips: "0 of all round trips come back wrong",
@@ -283,4 +308,5 @@ RULES: dict[Rule, str] = {
     true_estimates: f"estimates: median error at most {MEDIAN_ESTIMATE_ERROR:.0%}, largest at most {LARGEST_ESTIMATE_ERROR:.0%}",
     larger_than_memory: "the decoder of three times its budget has plain training's losses, within the budget",
     shared: f"a job that parks has the losses of one that does not, and at most {MOST_LEFT_WHEN_PARKED:.0%} stay reserved meanwhile",
+    allocators: f"on Overspill's allocators training has the losses of PyTorch's, graphs of it too; `planned` reserves no more than expandable segments, and a step takes at most {MOST_COST_OF_ALLOCATOR:.0%} longer",
 }

@@ -9,7 +9,7 @@ from typing import Any
 from overspill.core.units import format_bytes, format_seconds
 
 from . import lines
-from .experiment import Figures
+from .experiment import Figures, peak_of
 from .lines import Line
 
 Found = Mapping[str, Figures]
@@ -212,6 +212,19 @@ def shared(found: Found) -> str:
     ]  # fmt: skip
     columns = ("job", "moved", "reserved before", "reserved meanwhile", "park", "unpark", "same losses")
     return table(columns, rows)
+
+
+def allocators(found: Found) -> str:
+    """What plain training reserves on each allocator, in its timed steps and before."""
+    rows = [
+        (
+            name, _bytes(f.get("requested_peak_bytes")), _bytes(peak_of(f, "reserved")), _seconds(f["step_seconds"]),
+            _seconds(f["host_seconds"]), f.get("counts", {}).get("planned"),
+        )
+        for name, f in named(found, "13-").items()
+        if "step_seconds" in f
+    ]  # fmt: skip
+    return table(("job and allocator", "requested", "reserved", "step", "host", "planned requests"), rows)
 
 
 def unfinished(known: Iterable[Line]) -> str:

@@ -36,7 +36,7 @@ for turn in range(30):
 print(json.dumps({
     "losses": losses, "step": sorted(times[15:])[7], "reserved": torch.cuda.memory_reserved(),
     "requested": torch.cuda.memory_stats()["requested_bytes.all.peak"],
-    "planned": used.figures().planned if used else 0, "weights": float(sum(p.double().sum() for p in model.parameters())).hex(),
+    "planned": used.figures().counts.planned if used else 0, "weights": float(sum(p.double().sum() for p in model.parameters())).hex(),
 }))
 """
 
