@@ -98,8 +98,7 @@ def replay_on(
             allocator.free(live.pop(block))
         else:
             raise RequestError(f"event {at} frees block {block}, which is not live")
-        if at + 1 in ends and isinstance(allocator, NativeAllocator):
-            allocator.mark_step()
+        _mark(allocator, at + 1, ends)
         # Keep the curves.
         if width:
             history.append(_figures(allocator, request_bytes))
@@ -116,6 +115,12 @@ def replay_on(
         gauges=(allocator.requested, allocator.allocated, allocator.reserved),
         curves=list(np.array(history, dtype=np.int64).reshape(len(history), width).T),
     )
+
+
+def _mark(allocator: Allocator, done: int, ends: Container[int]) -> None:
+    """End a step of the job after so many events, if `ends` has their number and the allocator learns from steps."""
+    if done in ends and isinstance(allocator, NativeAllocator):
+        allocator.mark_step()
 
 
 def replay_in_steps(allocator: NativeAllocator, events: Events, ends: Sequence[int]) -> list[int] | None:
