@@ -288,6 +288,32 @@ class Clears(Each):
             self.state.clear()
 
 
+@habit("zeroes all momenta every fourth step")
+class Zeroes(Each):
+    calls = 0
+
+    def one(self, group: dict[str, Any], p: Tensor) -> None:
+        p.sub_(self.state[p].setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=group["lr"])
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.calls += 1
+        if self.calls % 4 == 0:
+            for state in self.state.values():
+                state["m"].zero_()
+
+
+@habit("counts steps of each parameter before it looks for a gradient")
+class CountsFirst(Each):
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, _: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["n"] = self.state[p].get("n", 0) + 1
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / self.state[p]["n"])
+
+
 @habit("an iterator, an array and a generator of Python's on the object")
 class Iterators(Each):
     def __init__(self, parameters: Any) -> None:

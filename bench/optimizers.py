@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Train with optimizers of PyTorch, of libraries and of users' habits, plainly and by `train_step`, and compare the bits.
+"""Train with optimizers of PyTorch, of libraries and of users' habits, plainly and within a budget, and compare the bits.
 
-Weights, buffers and `state_dict()` after each of 9 steps, at 60 % of what the step takes, or at the smallest budget where
-that is more; and whether measured bytes stayed within it. Libraries: `make jobs-libraries`.
+By `train_step`, or by `compile` in the plain loop. Weights, buffers and `state_dict()` after each of 9 steps, at 60 % of
+what the step takes, or at the smallest budget where that is more; and whether measured bytes stayed within it. Libraries:
+`make jobs-libraries`.
 
     python bench/optimizers.py --json bench/results/optimizers.json      # some minutes
     python bench/optimizers.py --only habits,schedulefree                # prints the rows
+    python bench/optimizers.py --way compile                             # as long again
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from optimizer_habits import HABITS
 
 LIBRARIES = Path(__file__).parents[1] / "build" / "definitions" / "jobs"
 STEPS = 9
+WAYS = "train_step", "compile"
 PLAIN_SECONDS = 60
 Make = Callable[[nn.Module], Optimizer]
 
@@ -92,37 +95,55 @@ def snapshot(model: nn.Module, optimizer: Optimizer) -> Any:
     return copy.deepcopy((model.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
 
 
-def plainly(make: Make) -> list[Any]:
-    torch.manual_seed(0)
-    model = Net()
-    optimizer, found = make(model), []
-    for x, y in batches():
+def in_a_loop(model: nn.Module, optimizer: Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+    """A step of a plain loop."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = loss_of(model, x, y)
         loss.backward()
         optimizer.step()
-        found.append((loss.detach(), snapshot(model, optimizer)))
-    return found
+        return loss.detach()
+
+    return step
 
 
-def planned(make: Make, budget: str) -> tuple[list[Any], str, int, int]:
+def plainly(make: Make) -> list[Any]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = make(model)
+    step = in_a_loop(model, optimizer)
+    return [(step(x, y), snapshot(model, optimizer)) for x, y in batches()]
+
+
+def planned(make: Make, way: str, budget: str) -> tuple[list[Any], str, int, int]:
     """As `plainly`, how it was updated, the budget, and the most bytes over it in a step that did not warn of it."""
     torch.manual_seed(0)
     model = Net()
     optimizer, found = make(model), []
-    step = overspill.train_step(model, loss_of, optimizer, budget=budget, store="host")
+    held: Any
+    if way == "compile":
+        held = overspill.Session(budget=budget, store="host")
+        torch._dynamo.reset()
+        step = in_a_loop(overspill.compile(model, session=held), optimizer)
+    else:
+        held = step = overspill.train_step(model, loss_of, optimizer, budget=budget, store="host")
     over, told = 0, _Told()
     logging.getLogger("overspill").addHandler(told)
     for x, y in batches():
-        step.tracker, told.steps = LiveBytes(step.device), 0
+        held.tracker, told.steps = LiveBytes(held.device), 0
         loss = step(x, y)
-        allowed = max(plan.budget_bytes for plan in step.plans)
-        over = max(over, 0 if told.steps else step.tracker.peak_bytes - allowed)
+        allowed = max(plan.budget_bytes for plan in held.plans)
+        over = max(over, 0 if told.steps else held.tracker.peak_bytes - allowed)
         found.append((loss, snapshot(model, optimizer)))
     logging.getLogger("overspill").removeHandler(told)
-    how = "all at once" if any(u.at_once for u in step._state.updates) else "each by itself"
-    how = "in slices" if all(u.groups for u in step._state.updates) else how
-    step.close()
+    state = held.loop.state if way == "compile" else held._state
+    if state is None or (way == "compile" and not state.in_force):
+        how = f"on the device {held.loop.why_not}"
+    else:
+        how = "all at once" if any(u.at_once for u in state.updates) else "each by itself"
+        how = "in slices" if all(u.groups for u in state.updates) else how
+    held.close()
     return found, how, allowed, over
 
 
@@ -135,7 +156,7 @@ class _Told(logging.Handler):
         self.steps += "more than planned" in record.msg
 
 
-def tried(library: str, name: str, makes: list[Make]) -> Row:
+def tried(library: str, name: str, makes: list[Make], way: str = "train_step") -> Row:
     """The row of one optimizer, made in the first way that trains plainly."""
     why = ""
     for make in makes:
@@ -151,7 +172,7 @@ def tried(library: str, name: str, makes: list[Make]) -> Row:
         for budget in ("60%", "smallest"):
             with _quiet():
                 try:
-                    found, how, allowed, over = planned(make, budget)
+                    found, how, allowed, over = planned(make, way, budget)
                 except InfeasibleBudgetError as error:
                     why = _line(error)
                     continue
@@ -303,13 +324,13 @@ SOURCES: dict[str, Callable[[], dict[str, list[Make]]]] = {
 OUTCOMES = "identical", "refused", "other numbers", "plain fails"
 
 
-def rows_of(libraries: list[str], names: str = "") -> Iterator[Row]:
+def rows_of(libraries: list[str], names: str = "", way: str = "train_step") -> Iterator[Row]:
     if str(LIBRARIES) not in sys.path:
         sys.path.append(str(LIBRARIES))
     for library in libraries:
         for name, makes in SOURCES[library]().items():
             if names in name:
-                yield tried(library, name, makes)
+                yield tried(library, name, makes, way)
 
 
 def table(rows: list[Row]) -> str:
@@ -327,6 +348,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="libraries, by the begin of their names, separated by commas")
     parser.add_argument("--name", default="", help="those whose names have this in them")
+    parser.add_argument("--way", choices=WAYS, default=WAYS[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, help="print the table of such a file")
     given = parser.parse_args()
@@ -337,7 +359,7 @@ def main() -> None:
     libraries = [name for name in SOURCES if not wanted or name.startswith(tuple(wanted))]
     torch.set_num_threads(1)
     rows = []
-    for row in rows_of(libraries, given.name):
+    for row in rows_of(libraries, given.name, given.way):
         rows.append(row)
         over = f"OVER by {row.over_bytes} " if row.over_bytes > 0 else ""
         print(f"{row.library:18} {row.name:40} {row.outcome:14} {row.how:15} {over}{row.note}", flush=True)

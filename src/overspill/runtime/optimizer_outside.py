@@ -125,11 +125,16 @@ class Outside:
         for number, (generator, state) in enumerate(self._generators):
             generator.set_state(changes.generators.get(number, state))
 
-    def restore_states(self) -> None:
-        """Restore the state of the parameters too, which a trial may have cleared.
+    def hide_states(self) -> Values:
+        """Take the state of the parameters away, which a trial is not to change, and return it."""
+        hidden = {key: v for state, _ in self._states for key, v in state.items() if isinstance(key, Tensor)}
+        for state, before in self._states:
+            for key in before.keys() & hidden.keys():
+                state.pop(key, None)
+        return hidden
 
-        Only the objects in it are restored, not their contents.
-        """
+    def restore_states(self) -> None:
+        """Put the state of the parameters back, the objects in it, not their contents."""
         for state, before in self._states:
             if len(state) != len(before) or any(state.get(key) is not before[key] for key in before):
                 state.clear()

@@ -134,6 +134,7 @@ def tried(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[T
     outside = Outside(optimizer)
     if outside.unknown:
         raise ValueError(f"it keeps a {outside.unknown}")
+    outside.hide_states()
     try:
         with lent(optimizer, {number: parameters}):
             optimizer.param_groups[number].update({key: v for key, v in group.items() if key != "params"})

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 import overspill
-from overspill.core.errors import OverspillError, RequestError, StoreError
+from overspill.core.errors import InfeasibleBudgetError, OverspillError, RequestError, StoreError
 from overspill.runtime.compiled.named_backend import session_with
 from overspill.runtime.transfer.engine import TransferEngine
 
@@ -772,21 +772,27 @@ def test_layers_that_have_one_forward_keep_their_own_weights() -> None:
     compare(loop, "150KiB")
 
 
-def test_the_state_of_an_optimizer_that_is_gone_goes_though_dynamo_keeps_the_programs() -> None:
-    def used() -> list[weakref.ref[Tensor]]:
+@pytest.mark.parametrize("ends", ["closed", "refused"])
+def test_weights_and_state_that_are_gone_go_though_dynamo_keeps_the_programs(ends: str) -> None:
+    def used() -> list[weakref.ref[Any]]:
         run = Run("45%", "host")
-        _, compiled, optimizer = begin(run)
+        model, compiled, optimizer = begin(run)
         for seed in range(2):
             loss_of(compiled, seed).backward()
             optimizer.step()
         run.moves()
-        return [weakref.ref(t) for state in optimizer.state.values() for t in state.values() if t.dim()]
+        if ends == "closed":
+            run.session.close()
+        else:
+            with pytest.raises(InfeasibleBudgetError):
+                compiled(batch(0).repeat(100, 1))
+        state = [weakref.ref(t) for state in optimizer.state.values() for t in state.values() if t.dim()]
+        return [*state, *map(weakref.ref, model.parameters()), weakref.ref(run.session), weakref.ref(optimizer)]
 
-    state = used()
+    refs = used()
     gc.collect()
-    assert state
-    left = [tensor for ref in state if (tensor := ref()) is not None]
-    assert sum(tensor.untyped_storage().nbytes() for tensor in left) < WIDTH
+    assert len(refs) > 2
+    assert [ref() for ref in refs if ref() is not None] == []
 
 
 def test_what_is_compiled_already_is_not_compiled_again() -> None:

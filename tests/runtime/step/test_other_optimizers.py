@@ -31,20 +31,26 @@ SHORT = {
     "brings large parameters together", "averages the model that it holds", "a wrapper that delegates",
 }  # fmt: skip
 """One habit of each kind: where the state is, and what an update reads."""
+BY_COMPILE = {"zeroes all momenta every fourth step", "counts steps of each parameter before it looks for a gradient"}
+CASES = [(what, way) for way in optimizers.WAYS for what in HABITS]
 
 
-@pytest.mark.parametrize("what", rest_long(HABITS, SHORT))
-def test_whatever_users_write_trains_with_the_plain_loop_s_numbers_within_the_budget(what: str) -> None:
-    row = optimizers.tried("habits", what, [HABITS[what]])
+@pytest.mark.parametrize(
+    "case", rest_long(CASES, {(w, "train_step") for w in SHORT} | {(w, "compile") for w in BY_COMPILE})
+)
+def test_whatever_users_write_trains_with_the_plain_loop_s_numbers_within_the_budget(case: tuple[str, str]) -> None:
+    what, way = case
+    row = optimizers.tried("habits", what, [HABITS[what]], way)
     assert (row.outcome, row.note) == ("identical", "")
     assert row.over_bytes <= 0
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("way", optimizers.WAYS)
 @pytest.mark.parametrize("library", [name for name in optimizers.SOURCES if name != "habits"])
-def test_every_optimizer_of_a_library_has_the_plain_loop_s_numbers_or_is_refused(library: str) -> None:
+def test_every_optimizer_of_a_library_has_the_plain_loop_s_numbers_or_is_refused(library: str, way: str) -> None:
     try:
-        rows = [*optimizers.rows_of([library])]
+        rows = [*optimizers.rows_of([library], way=way)]
     except ImportError:
         pytest.skip("needs make jobs-libraries")
     trained = [row for row in rows if row.outcome != "plain fails"]

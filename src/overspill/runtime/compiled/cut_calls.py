@@ -29,7 +29,7 @@ from overspill.runtime.step.parameter_state import ParameterState
 from overspill.runtime.step.residency import Spec, is_dense, readable
 from overspill.runtime.transfer.engine import TransferEngine
 
-from .loop_state import LoopState, bring_for, states, trace_what_is_away
+from .loop_state import LoopState, bring_for, in_order, states, trace_what_is_away
 from .stored_gradient import StoredGradient
 
 
@@ -76,8 +76,8 @@ class CutCalls:
 
     @property
     def _state(self) -> LoopState:
-        if (state := self._state_now()) is None:
-            raise OverspillError("the session has been closed, or its parameters replaced, before this backward")
+        if (state := self._state_now()) is None or state.is_released:
+            raise OverspillError("the session has been closed, or its parameters replaced, since this was planned")
         return state
 
     @property
@@ -292,24 +292,26 @@ def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]
     done = []
     state.is_torn = True
     rest = {n for n, owned in state.owned.items() if owned.updates is updates and state.parameters[n].grad is not None}
-    for calls in state.latest:
-        if rest.issuperset(calls.updated) and calls.updates(optimizer):
-            done += calls.update(None)
-            rest.difference_update(calls.updated)
-    for name in [name for name in state.owned if name in rest]:
-        parameter = state.parameters[name]
-        gradient = parameter.grad
-        assert gradient is not None
-        done.append((parameter, gradient))
-        with gradient.read() if isinstance(gradient, StoredGradient) else nullcontext(gradient) as lent:
-            _update_one(state, state.owned[name], lent)
-        parameter.grad = None
-        if isinstance(gradient, StoredGradient):
-            state.leave(gradient)
-        else:
-            state.reads_unseen = True
-    updates.finish()
-    state.arm()
+    try:
+        for calls in state.latest:
+            if rest.issuperset(calls.updated) and calls.updates(optimizer):
+                done += calls.update(None)
+                rest.difference_update(calls.updated)
+        for name in [name for name in state.owned if name in rest]:
+            parameter = state.parameters[name]
+            gradient = parameter.grad
+            assert gradient is not None
+            done.append((parameter, gradient))
+            with gradient.read() if isinstance(gradient, StoredGradient) else nullcontext(gradient) as lent:
+                _update_one(state, state.owned[name], lent)
+            parameter.grad = None
+            if isinstance(gradient, StoredGradient):
+                state.leave(gradient)
+            else:
+                state.reads_unseen = True
+    finally:
+        updates.finish()
+        state.arm()
     state.is_torn = False
     return done
 
@@ -364,24 +366,30 @@ def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     elif not states_:
         return None
     used = [pair for state in states_ for pair in update(state, optimizer)]
-    if used:  # the step that follows finds no gradients, and is to leave no traces outside of parameters' state
-        _STEPPING[id(optimizer)] = used, None if is_own(optimizer) else Outside(optimizer)
+    if used:  # the step that follows finds no gradients nor state of theirs, and is to leave no traces outside of it
+        its_own = is_own(optimizer)
+        hidden = {} if its_own else {p: optimizer.state.pop(p) for p, _ in used if p in optimizer.state}
+        _STEPPING[id(optimizer)] = used, hidden, None if its_own else Outside(optimizer)
     return None if closure is None else ((optimizer, lambda: loss), {})
 
 
 def _step_ends(optimizer: Optimizer, *_: Any) -> None:
     if (found := _STEPPING.pop(id(optimizer), None)) is None:
         return
-    used, outside = found
+    used, hidden, outside = found
     for parameter, gradient in used:
         parameter.grad = gradient
     if outside is not None:
+        for parameter, _ in used:
+            optimizer.state.pop(parameter, None)
+        optimizer.state.update(hidden)
+        in_order(optimizer)
         outside.restore()
 
 
-_STEPPING: dict[int, tuple[list[tuple[Tensor, Tensor]], Outside | None]] = {}
-"""For an optimizer whose step is under way, by its identity: gradients that have been used, which it does not see, and
-what it had outside of the parameters' state."""
+_STEPPING: dict[int, tuple[list[tuple[Tensor, Tensor]], dict[Tensor, Any], Outside | None]] = {}
+"""For an optimizer whose step is under way, by its identity: gradients that have been used and the state of their
+parameters, which it does not see, and what it had outside of that."""
 
 
 @cache

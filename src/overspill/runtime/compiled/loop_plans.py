@@ -276,10 +276,8 @@ class LoopPlans:
         if self.state is None or self.state.engine is not engine or self.state.gate.is_forked:
             return
         try:
-            state = self.state
             with disable_current_modes(), no_python_dispatcher():
                 self.close()
-            state.forget_optimizers()
         except (OverspillError, RuntimeError) as error:
             _LOG.warning(
                 "a compiled model was dropped and could not bring everything back; what is lost reads as NaN: %s",

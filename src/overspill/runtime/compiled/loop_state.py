@@ -511,7 +511,7 @@ class LoopState(StepState):
                 owned.updates.optimizer.state[self.parameters[name]] = owned.content
         for of in self.updates:
             if of.is_alive:
-                _in_order(of.optimizer)
+                in_order(of.optimizer)
 
     def _drop_gradient(self, parameter: nn.Parameter) -> None:
         """Leave gradients to the user's loop."""
@@ -574,7 +574,7 @@ class LoopState(StepState):
             self.counts.show()
 
     def release(self) -> None:
-        """Remove the guards; nothing moves from now on."""
+        """Remove the guards, and forget what updates are of, for Dynamo keeps programs of them; nothing moves again."""
         self.end_updates()
         self.in_force = False
         for name in self.tensor_guards:
@@ -584,13 +584,15 @@ class LoopState(StepState):
             show(guard.wrapper())
         self.tensor_guards.clear()
         self.wrapper_guards.clear()
-
-    def forget_optimizers(self) -> None:
-        """Leave the state of optimizers to these, behind `release`; Dynamo may keep the programs that have it here."""
         for owned in self.owned.values():
-            for name in owned.residents():
-                self.residency.residents.pop(name, None)
-            owned.content, owned.seen, owned.shown = {}, (), ()
+            vars(owned).clear()
+        self.updates = ()  # they have this here
+        _STATES.discard(self)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether nothing moves any more."""
+        return self not in _STATES
 
 
 def _references(parameter: Tensor) -> int:
@@ -598,7 +600,7 @@ def _references(parameter: Tensor) -> int:
     return tensor_uses(parameter) - 1 - parameter.requires_grad
 
 
-def _in_order(optimizer: Optimizer) -> None:
+def in_order(optimizer: Optimizer) -> None:
     """Put the state of parameters in the order of these, as a step on all of them makes it."""
     state = optimizer.state
     wanted = {id(p): p for group in optimizer.param_groups for p in group["params"] if p in state}

@@ -140,6 +140,7 @@ class Loan:
             self._resident.put(self.data)
         parameter.grad = self.gradient
         state.pop(parameter, None)
+        owned.updates.hidden.pop(parameter, None)
         if owned.content:
             state[parameter] = owned.content
             for path in self.given.keys() & tensors_in(owned.content).keys():
@@ -153,7 +154,7 @@ class Loan:
             self.data.copy_(parameter.data)
         if self._resident is not None:
             self._resident.take()
-        owned.content = owned.updates.optimizer.state.get(parameter, {})
+        owned.content = owned.updates.optimizer.state.pop(parameter, {})
         self._take_state(tensors_in(owned.content))
 
     def _take_state(self, found: dict[str, Tensor]) -> None:

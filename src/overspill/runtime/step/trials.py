@@ -64,6 +64,8 @@ class Trials:
         self._known: tuple[int, ...] = ()
         self._apart: list[_Tiny] = []
         self._together: list[_Tiny] = []
+        self._known_states: dict[Any, Any] = {}
+        """State of the real parameters, which trials do not see."""
 
     def found_to_couple(self) -> None:
         """Note that the optimizer combines values of several parameters, at least for the real sizes."""
@@ -86,7 +88,7 @@ class Trials:
             self._known = known
             self._begin()
         if not self.why_together:
-            with quietly(self.optimizer):
+            with quietly(self.optimizer) as self._known_states:
                 self._step()
         self.steps += 1
         return again
@@ -100,7 +102,7 @@ class Trials:
             self.why_together, self.draws, self._failed = "", False, False
             self._changed = [(group, set()) for group in self.optimizer.param_groups]
             self._make_tiny()
-            with quietly(self.optimizer):
+            with quietly(self.optimizer) as self._known_states:
                 for _ in range(AHEAD):
                     if not self.why_together:
                         self._step(goes_on=True)
@@ -171,20 +173,20 @@ class Trials:
                 made = not tiny.state
                 tiny.state = self.optimizer.state.pop(tiny.parameter, {})
                 if made:
-                    _take_counters(tiny.state, self.optimizer.state.get(tiny.like, {}))
+                    _take_counters(tiny.state, self._known_states.get(tiny.like, {}))
         if len(lot) == 1:
             self.outgrown = self.outgrown or peak > lot[0].peak_bytes
             lot[0].peak_bytes = max(lot[0].peak_bytes, peak)
 
 
 @contextmanager
-def quietly(optimizer: Optimizer) -> Iterator[None]:
-    """Restore optimizer and random generators at the end of the context."""
+def quietly(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
+    """Restore optimizer and random generators at the end of the context; yield the state that it hides meanwhile."""
     outside, drawn = Outside(optimizer), random.getstate()
     by_numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     try:
         with disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            yield
+            yield outside.hide_states()
     finally:
         outside.restore_states()
         outside.restore()

@@ -91,6 +91,8 @@ class OptimizerUpdates:
         # Of the step that is running: what there was before it outside of the parameters' state, and what has changed.
         self._before: Outside | None = None
         self._changes = Changes()
+        self.hidden: dict[Any, Any] = {}
+        """State of the parameters that the running step has not come to: as in trials, a call sees that of its own."""
         self._steps = 0
 
     # -- what updates take
@@ -324,7 +326,8 @@ class OptimizerUpdates:
         """Step on whole parameters, the user's own objects: all of them, or the one of that `name`."""
         one_by_one = self.trials is not None and name is not None
         if one_by_one and self._before is None:
-            self._before, self._changes = Outside(self.optimizer), Changes()
+            self._before, self._changes, state = Outside(self.optimizer), Changes(), self.optimizer.state
+            self.hidden = {p: state.pop(p) for _, p in self._trained() if p in state}
         lists: dict[int, list[Tensor]] = {self.number_of(loan.owned.group): [loan.owned.parameter] for loan in loans}
         if name is None:
             lists = {number: group["params"] for number, group in enumerate(self.optimizer.param_groups)}
@@ -382,6 +385,8 @@ class OptimizerUpdates:
         if self._before is not None:
             self._before.become(self._changes)
             self._before = None
+        self.optimizer.state.update(self.hidden)
+        self.hidden = {}
         self._steps += 1
 
     def _gradient(self, gradient: Tensor, scale: Tensor | None) -> Tensor:
