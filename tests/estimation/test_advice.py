@@ -168,6 +168,16 @@ def test_frozen_weights_beside_adapters_can_have_few_bits() -> None:
     assert "LoRA: adapters of rank 8 alone" not in words
 
 
+def test_no_other_update_is_tried_beside_adapters_whose_state_is_little() -> None:
+    tried: list[str] = []
+    vain: dict[str, str] = {}
+    list(advice(job(3000, 16384, lora=1), progress=tried.append, vain=vain.setdefault, quick=True))
+    updates = [what for what in vain if "fused" in what or "8bit" in what or "optimizer state" in what]
+    assert len(updates) == 3
+    assert {vain[what] for what in updates} == {"saves less than one percent"}
+    assert not any(what in line for what in updates for line in tried)
+
+
 def test_a_sharded_job_has_a_plan_of_ours_among_its_advice() -> None:
     made = job(3000, 4096, parallel=Parallel("fsdp", 2))
     ours = next(one for one in advise(made) if "fully_shard" in one.what)

@@ -59,6 +59,8 @@ class Change:
     """The share of the model's bytes that certainly stays on the device."""
     state: float = 1.0
     """The share of the optimizer state's bytes that certainly stays on the device."""
+    of_update: bool = False
+    """Whether it changes only the optimizer's state and its update."""
 
     def edit(self, job: Job) -> Job:
         """Return `job` with the change made."""

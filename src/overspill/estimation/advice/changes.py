@@ -57,7 +57,7 @@ def _for_nothing(estimate: Figures, job: Job) -> Iterator[Change]:
         )
     if (named := _fused(job)) is not None:
         what, fused = named
-        yield Change(what, "nothing: a faster update", Price.NOTHING, {"optimizer": fused})
+        yield Change(what, "nothing: a faster update", Price.NOTHING, {"optimizer": fused}, of_update=True)
     if job.attention == "math":
         yield Change("the attention kernel that PyTorch chooses", "nothing: faster", Price.NOTHING, {"attention": None})
     names = {op.name for op in estimate.recording.ops}
@@ -112,14 +112,14 @@ def _another_method(job: Job) -> Iterator[Change]:
     elif not job.offload_optimizer:
         yield Change(
             "optimizer state and update on the host", "gradients and weights cross the link at each step", Price.TIME,
-            {"offload_optimizer": True}, state=0.0,
+            {"offload_optimizer": True}, state=0.0, of_update=True,
         )  # fmt: skip
     # Methods whose results differ.
     eight = f"{job.optimizer}8bit"
     if is_eight_bit(eight):
         yield Change(
             f"{eight} of bitsandbytes", "state of 8 bits: nearly the same results", Price.RESULTS, {"optimizer": eight},
-            state=0.2,
+            state=0.2, of_update=True,
         )  # fmt: skip
     if job.lora is None:
         yield Change(

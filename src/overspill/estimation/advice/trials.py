@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from overspill.core import TensorKind
+from overspill.core import Phase, TensorKind
 from overspill.core.errors import OverspillError
 from overspill.core.units import format_bytes
 from overspill.job import Job, Parallel
@@ -130,7 +130,9 @@ class _Trials:
 
     def _alone(self, options: Sequence[Change]) -> Iterator[Advice]:
         for change in options:
-            if not self._hopeless([change]) and (found := self._tried(change)) is not None:
+            if change.of_update and self._updates_little():
+                self.vain(change.what, _LITTLE)
+            elif not self._hopeless([change]) and (found := self._tried(change)) is not None:
                 self.helpful.append(change)
                 yield found
 
@@ -173,6 +175,12 @@ class _Trials:
         self.solved |= changed.fits()
         host = changed.recording.host_bytes or None
         return Advice(what, cost, price, needed, changed.total_bytes, changed.fits(), gpus=gpus, host_bytes=host)
+
+    def _updates_little(self) -> bool:
+        """Return whether no other update of the weights saves enough to count: known without a trial, as with LoRA."""
+        made, needed = self.estimate, self.estimate.minimum_capacity_bytes
+        decides = not self.fits and needed - self.state <= made.device.memory_bytes
+        return not decides and self.state < _LEAST_SAVING * needed and made.peak.phase is not Phase.UPDATE
 
     def _hopeless(self, chosen: Sequence[Change], gpus: float = 1) -> bool:
         """Return whether weights and optimizer state alone are too large, so that no trial can help."""
