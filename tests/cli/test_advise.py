@@ -43,6 +43,17 @@ def test_a_job_that_fits_is_told_what_takes_less(overspill: Overspill) -> None:
     assert "Needs: the smallest memory" in done.out
 
 
+def test_several_gpus_are_told_apart(overspill: Overspill) -> None:
+    done = overspill("advise decoder:width=512,depth=4,heads=8,vocabulary=64 --batch 400 --gpu t4,h100,rtx3060 --json")
+    small, middle, large = done.answer["cards"]
+    assert [card["gpu"] for card in (small, middle, large)] == ["rtx3060", "t4", "h100"]
+    assert (small["fits"], large["fits"]) == (False, True)
+    assert small["fits_planned"] is True
+    assert small["largest_batch"] < 400 <= large["largest_batch"]
+    assert small["step_seconds"] > large["step_seconds"] > 0
+    assert "unknown device 't5'" in overspill("advise gpt2 --gpu t4,t5").error
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

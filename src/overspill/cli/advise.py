@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Annotated
 
+from overspill.devices import device_names, load_device
 from overspill.job import Job
 
 from . import complete
-from .common import AsJson, Outcome, narrate, of_page, optional, quiet_torch
+from .common import AsJson, Outcome, narrate, of_page, optional, quiet_torch, same_job
 from .estimate import estimated
 from .job import with_job
 from .software import Cuda, Torch
 
 TrainedOn = Annotated[
-    str, optional("NAME", "A name that `overspill devices` lists, or a device file.", autocompletion=complete.device)
+    str,
+    optional(
+        "NAME", "A name that `overspill devices` lists, or a device file; A,B,… or all.", autocompletion=complete.device
+    ),
 ]
+ALL = "all"
 
 
 @with_job(batch=1)
@@ -25,12 +31,25 @@ def advise(*, job: Job, gpu: TrainedOn, torch: Torch = None, cuda: Cuda = None, 
     with narrate() as narrator:
         quiet_torch()
         from overspill.estimation.api import Setting
-        from overspill.report.advice import advise_answer, advise_page
+        from overspill.report.advice import advise_answer, advise_page, cards_page
         from overspill.report.estimate import estimate_verdict
+        from overspill.report.page import PasteLine
         from overspill.runtime.advise import advise as advise_on
+        from overspill.runtime.advise import cards
 
-        setting = Setting.of(gpu, job.allocator, None, torch, cuda)
+        names = [device for device in device_names() if device != "cpu"] if gpu == ALL else gpu.split(",")
+        devices = [load_device(name) for name in names]
+        setting = Setting.of(names[0], job.allocator, None, torch, cuda)
         made, request = estimated(job, setting, narrator, compiled=False, quiet=json)
+        if len(devices) > 1:
+            found_on = cards(made, devices, narrator.detail)
+            answer = request | {"cards": [asdict(card) for card in found_on], "seconds": time.perf_counter() - begun}
+            page = cards_page(
+                made,
+                found_on,
+                lambda gpu: PasteLine(same_job("plan", "--gpu", gpu), "What a plan costs on the smallest:"),
+            )
+            return of_page(answer, page, {}, 0 if any(card.fits or card.fits_planned for card in found_on) else 1)
         left_out: dict[str, str] = {}  # what was tried in vain, and why
         found = list(advise_on(made, narrator.now, left_out.setdefault))
         fits = made.fits() or any(advice.fits for advice in found)

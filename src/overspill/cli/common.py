@@ -131,16 +131,17 @@ def of_page(
 
 
 def same_job(command: str, *more: str) -> str:
-    """Return a line to paste: `command` on the job of the present one, with the options `more`."""
+    """Return a line to paste: `command` on the job of the present one, with the options `more` in place of its own."""
     words = list(ARGUMENTS.get())
     script = words[words.index("--") :] if "--" in words else []
+    left_out = _OF_THE_ANSWER | dict.fromkeys((word for word in more if word.startswith("--")), True)
     kept: list[str] = []
     ours = iter(words[1 : len(words) - len(script)])
     for word in ours:
         name, given, _ = word.partition("=")
-        if name not in _OF_THE_ANSWER:
+        if name not in left_out:
             kept.append(word)
-        elif _OF_THE_ANSWER[name] and not given:
+        elif left_out[name] and not given:
             next(ours, None)
     return shlex.join(["overspill", command, *kept, *more, *script])
 

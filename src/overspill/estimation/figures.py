@@ -197,6 +197,11 @@ class Figures:
         """
         return None if self.scaling is None else self.scaling.largest_batch(self.outside_bytes)
 
+    @cached_property
+    def expected_largest_batch(self) -> int | None:
+        """About the largest batch that fits, not verified by traces; None if it is unknown."""
+        return None if self.scaling is None else self.scaling.expected_largest_batch(self.outside_bytes)
+
     # What it is made of
 
     @cached_property

@@ -120,6 +120,14 @@ class Scaling:
                 low, high = self._beyond(pair, low, high, outside_bytes, traced)
         return low
 
+    def expected_largest_batch(self, outside_bytes: int) -> int | None:
+        """Return about the largest batch that fits, interpolated between two traces; None if these differ in shape."""
+        pair = (self.batch, 2 * self.batch)
+        if (expected := self._interpolation(pair)) is None:
+            return None
+        found = self._candidate(pair, 0, _LARGEST, outside_bytes)
+        return found if self.fits(expected(found), outside_bytes) else 0
+
     def _beyond(
         self, pair: tuple[int, int], low: int, high: int, outside_bytes: int, traced: Callable[[int], bool]
     ) -> tuple[int, int]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.advice import Advice
+from overspill.runtime.advise import Card
 
 from .page import Column, Page, PasteLine, Table, Unit, Verdict
 from .tables import Cell
@@ -76,6 +77,35 @@ def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_
     lines = [PasteLine(line, f"{advice.what}:") for advice in found if advice.fits and (line := _for_trainer(advice))]
     helped = () if made.fits() else tuple(lines[:MOST_LINES])
     return Page(title, Verdict(verdict.text, verdict.good), (table,), tuple(notes), helped)
+
+
+def cards_page(made: Estimate, found: Sequence[Card], then: Callable[[str], PasteLine]) -> Page:
+    """Return the page of a job on several GPUs; `then` returns what to do next on one of them."""
+    columns = (
+        Column("GPU"), Column("memory", Unit.BYTES), Column("needs", Unit.BYTES), Column("fits"),
+        Column("step", Unit.SECONDS), Column("largest batch", Unit.NUMBER),
+    )  # fmt: skip
+    rows = [
+        (card.gpu, card.capacity_bytes, card.minimum_capacity_bytes, _fits(card), card.step_seconds, card.largest_batch)
+        for card in found
+    ]
+    fitting = [card.gpu for card in found if card.fits]
+    possible = fitting or [card.gpu for card in found if card.fits_planned]
+    verdict = f"Fits {len(fitting)} of {len(found)} GPUs" + (f", the smallest is {fitting[0]}" if fitting else "")
+    batch = "" if made.batch is None else f", batch {made.batch}"
+    explained = (
+        "Needs and the largest batch are estimated without a plan; the batch is interpolated between two traces. Steps "
+        "are simulated without a plan, even where they do not fit. Perhaps planned: enough tensors may leave the GPU; "
+        "`overspill plan` says at what cost."
+    )
+    table = Table("", columns, tuple(rows))
+    return Page(
+        f"{made.name}{batch}", Verdict(verdict, bool(fitting)), (table,), (explained,), (*map(then, possible[:1]),)
+    )
+
+
+def _fits(card: Card) -> str:
+    return "yes" if card.fits else "perhaps planned" if card.fits_planned else "no"
 
 
 def changes_table(found: Sequence[Advice], memory_bytes: int, *first: tuple[Cell, ...]) -> Table:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
+from overspill.core import Device
 from overspill.core.errors import InfeasibleBudgetError, OverspillError
+from overspill.costs import op_seconds
 from overspill.estimation.advice import Advice, Price, advice
 from overspill.estimation.estimate import Estimate
 from overspill.job import Job
 from overspill.placement.allocators.planned import CALLED, LIVE
 from overspill.plans.plan import Plan
+from overspill.policies.in_core import Liveness
+from overspill.simulate import simulate
 
 from .options import Options
-from .preview import preview
+from .preview import JobStep, preview, step_of
 from .transfer.stores import store_bytes
 
 _COMPILE, _TRAIN_STEP = "overspill.compile(model, budget=…)", "overspill.train_step(…)"
@@ -31,6 +37,50 @@ def advise(
     if estimate.retrace is not None and _can_plan(job := estimate.retrace.job):
         planner = partial(_planned, job, estimate)
     return advice(estimate, planner, progress, vain=vain)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU for a job. What is not known is None."""
+
+    gpu: str
+    capacity_bytes: int
+    minimum_capacity_bytes: int
+    """What the job needs there without a plan."""
+    fits: bool
+    fits_planned: bool | None
+    """Whether a plan may fit: it surely does not if the least of any plan exceeds the memory."""
+    step_seconds: float | None
+    """Simulated seconds of a step without a plan, by the kernels of the first GPU."""
+    largest_batch: int | None
+    """About the largest batch without a plan, interpolated."""
+
+
+def cards(estimate: Estimate, devices: Sequence[Device], progress: Callable[[str], None]) -> list[Card]:
+    """Return what the job of this estimate takes on each of `devices`, the smallest first."""
+    step: JobStep | None = None
+    if estimate.retrace is not None and _can_plan(job := estimate.retrace.job):
+        progress(f"capturing {job.name}")
+        options = Options(device=devices[0], whole_step=job.parallel is not None)
+        with suppress(OverspillError):  # a model that is no one graph
+            step = step_of(job, options, estimate.software, moves=True)
+    least_bytes = None if step is None else step.least_bytes()
+    found = []
+    for device in sorted(devices, key=lambda device: (device.memory_bytes, device.name)):
+        progress(f"estimating on {device.name}")
+        on, seconds, planned = estimate.on(device), None, None
+        if step is not None and least_bytes is not None:
+            graph = step.graph
+            seconds = simulate(graph, Liveness().plan(graph, device), device, op_seconds(graph, device)).step_seconds
+            tensors = least_bytes - step.account.context_bytes
+            planned = tensors + on.outside_bytes <= device.memory_bytes
+        found.append(
+            Card(
+                device.name, device.memory_bytes, on.minimum_capacity_bytes, on.fits(), planned, seconds,
+                on.expected_largest_batch,
+            )
+        )  # fmt: skip
+    return found
 
 
 def _can_plan(job: Job) -> bool:
