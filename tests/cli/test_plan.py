@@ -92,3 +92,13 @@ def test_what_a_module_alone_is_taken_to_read_is_said_once(command: str, overspi
     assert "return (module, make_batch, loss)" in done.err
     assert not overspill(f"{asked} --quiet").err
     assert "is taken to be" not in overspill(f"{command} nets:deep --batch 4").err
+
+
+def test_the_largest_batch_for_so_much_more_time_is_found(overspill: Overspill) -> None:
+    found = overspill("plan nets:shallow --batch 8 --budget 200KiB --most-slowdown 50% --json").answer
+    assert found["batch"] > 8
+    assert found["slowdown"] <= 1.5
+    larger = overspill(f"plan nets:shallow --batch {found['batch'] * 5 // 4} --budget 200KiB --json").answer
+    assert not larger["feasible"] or larger["slowdown"] > 1.5
+    assert "no batch has a plan" in overspill("plan nets:shallow --batch 8 --budget 9KiB --most-slowdown 1%").error
+    assert "a share as 1%" in overspill("plan nets:shallow --batch 8 --most-slowdown 2GiB").error

@@ -21,8 +21,8 @@ PANELS: Mapping[str, str] = {
     "Fine-tuning": "lora lora-targets lora-dropout quantize upcast",
     "Several GPUs": "gpus parallel param-dtype reduce-dtype cpu-offload micro-batches",
     "Device": "gpu device torch cuda allocator allocator-config store store-dir",
-    "Budget and plan": "budget capacity policy policies placement placers points whole-step update backend partition "
-    "compiled times solver seed",
+    "Budget and plan": "budget most-slowdown capacity policy policies placement placers points whole-step update "
+    "backend partition compiled times solver seed",
 }
 """The options of each panel in their order, without dashes; those of no panel are about output."""
 FIRST = frozenset(

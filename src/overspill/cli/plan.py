@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.core.errors import InfeasibleBudgetError
+from overspill.core.budget import Budget as Limit
+from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.core.garbage import without_collection
-from overspill.job import Job
+from overspill.job import Job, Script
 
 from .common import (
     AsJson,
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 MemoryPlot = Annotated[
     Path | None, optional("FILE", "Draw memory over time, planned and unmanaged, as .png.", "--plot")
 ]
+MostSlowdown = Annotated[
+    str | None, optional("SHARE", "Plan the largest batch that takes at most so much more time, as 1%.")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Print all figures of the plan.")]
 
 DOES_NOT_FIT = 1
@@ -75,6 +79,7 @@ def plan(
     trace: TraceFile = None,
     snapshot: SnapshotFile = None,
     times: TimesFile = None,
+    most_slowdown: MostSlowdown = None,
     verbose: Verbose = False,
     torch: Torch = None,
     cuda: Cuda = None,
@@ -89,6 +94,9 @@ def plan(
     # Check all options before torch is imported.
     limit = check_request(budget, policy, out)
     policy = updating(policy, update)
+    more = None if most_slowdown is None else Limit.parse(most_slowdown).share
+    if most_slowdown is not None and (more is None or isinstance(job.model, Script) or limit.is_relative):
+        raise RequestError("--most-slowdown: it is a share as 1%, of a model in a --budget that is a size; change that")
     check_writable(plot)
     check_writable(trace, ".json")
     check_writable(snapshot, ".pickle")
@@ -104,23 +112,19 @@ def plan(
         quiet_torch()
         from overspill.costs.releases import software_named
         from overspill.runtime.options import Options
-        from overspill.runtime.preview import preview_with_least
+        from overspill.runtime.preview import largest_batch, preview_with_least
 
         narrator.now(f"capturing and planning {job.name} for {device.name}")
+        measured = None if times is None else MeasuredTimes.load(times)
+        software = software_named(torch, cuda)
+        options = Options(
+            limit, policy, device=device, times=measured, placement=placement, whole_step=whole_step, backend=backend
+        )
+        if more is not None:
+            job = replace(job, batch=largest_batch(job, options, software, 1 + more))
         title = f"{job.titled} on {device.name}, policy {policy}{job.manner(whole_step=whole_step)}"
         request = job.request() | {"gpu": device.name, "policy": policy, "whole_step": whole_step, "backend": backend}
         try:
-            measured = None if times is None else MeasuredTimes.load(times)
-            software = software_named(torch, cuda)
-            options = Options(
-                limit,
-                policy,
-                device=device,
-                times=measured,
-                placement=placement,
-                whole_step=whole_step,
-                backend=backend,
-            )
             made, least_bytes = preview_with_least(job, options, software)
             narrator.detail("proving how fast a step can be")
             _ = made.lower_bound_seconds  # which stays

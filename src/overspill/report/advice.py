@@ -10,7 +10,7 @@ from typing import Any
 from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.advice import Advice
-from overspill.runtime.advise import Card
+from overspill.runtime.advise import JobOnGpu
 
 from .page import Column, Page, PasteLine, Table, Unit, Verdict
 from .tables import Cell
@@ -79,7 +79,7 @@ def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_
     return Page(title, Verdict(verdict.text, verdict.good), (table,), tuple(notes), helped)
 
 
-def cards_page(made: Estimate, found: Sequence[Card], then: Callable[[str], PasteLine]) -> Page:
+def cards_page(made: Estimate, found: Sequence[JobOnGpu], then: Callable[[str], PasteLine]) -> Page:
     """Return the page of a job on several GPUs; `then` returns what to do next on one of them."""
     columns = (
         Column("GPU"), Column("memory", Unit.BYTES), Column("needs", Unit.BYTES), Column("fits"),
@@ -104,7 +104,7 @@ def cards_page(made: Estimate, found: Sequence[Card], then: Callable[[str], Past
     )
 
 
-def _fits(card: Card) -> str:
+def _fits(card: JobOnGpu) -> str:
     return "yes" if card.fits else "perhaps planned" if card.fits_planned else "no"
 
 

@@ -40,7 +40,7 @@ def advise(
 
 
 @dataclass(frozen=True)
-class Card:
+class JobOnGpu:
     """A GPU for a job. What is not known is None."""
 
     gpu: str
@@ -56,7 +56,7 @@ class Card:
     """About the largest batch without a plan, interpolated."""
 
 
-def cards(estimate: Estimate, devices: Sequence[Device], progress: Callable[[str], None]) -> list[Card]:
+def cards(estimate: Estimate, devices: Sequence[Device], progress: Callable[[str], None]) -> list[JobOnGpu]:
     """Return what the job of this estimate takes on each of `devices`, the smallest first."""
     step: JobStep | None = None
     if estimate.retrace is not None and _can_plan(job := estimate.retrace.job):
@@ -75,7 +75,7 @@ def cards(estimate: Estimate, devices: Sequence[Device], progress: Callable[[str
             tensors = least_bytes - step.account.context_bytes
             planned = tensors + on.outside_bytes <= device.memory_bytes
         found.append(
-            Card(
+            JobOnGpu(
                 device.name, device.memory_bytes, on.minimum_capacity_bytes, on.fits(), planned, seconds,
                 on.expected_largest_batch,
             )

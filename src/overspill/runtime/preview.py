@@ -23,11 +23,12 @@ from overspill.estimation.figures import Figures
 from overspill.estimation.script import of_script
 from overspill.job import Job, Script
 from overspill.planning.algorithms import memory_optimal
+from overspill.planning.effort import at_effort
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
 from overspill.plans.account import Account
 from overspill.plans.comparison import Comparison, Row, compare
-from overspill.plans.fit import Fit
+from overspill.plans.fit import FIRST_EFFORT, Fit
 from overspill.plans.plan import Plan
 from overspill.plans.sweep import Sweep, sweep
 from overspill.policies import Policy, policy_named
@@ -41,6 +42,8 @@ from .options import OWN, Options
 from .step.gathered import gathered
 
 CPU = torch.device("cpu")
+NARROW = 16
+"""A largest batch is known to such a part of it."""
 R = TypeVar("R")
 
 
@@ -123,6 +126,33 @@ def preview(job: Job, options: Options, software: Software | None = None, estima
 def preview_with_least(job: Job, options: Options, software: Software | None = None) -> tuple[Plan, int | None]:
     """Return the plan of a job, as `preview` does, and bytes that no plan of it does without; None if unknown."""
     return _previewed(job, options, software, None, lambda step: (step.plan(), step.least_bytes()))
+
+
+def largest_batch(job: Job, options: Options, software: Software | None, most_slowdown: float) -> int:
+    """Return about the largest batch whose step is planned within the budget and at most so much slower than without.
+
+    It is found from the job's own batch by doubling and halving, to a 16th, as if larger batches always took longer.
+    Raises RequestError if a batch of 1 is slower.
+    """
+
+    def is_planned(batch: int) -> bool:
+        progress(f"batch {batch}")
+        try:
+            with at_effort(FIRST_EFFORT):
+                plan = preview(replace(job, batch=batch), options, software)
+        except InfeasibleBudgetError:
+            return False
+        return plan.fits_device and plan.slowdown <= most_slowdown
+
+    low, high = 0, job.batch or 1
+    while is_planned(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // NARROW):
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_planned(middle) else (low, middle)
+    if not low:
+        raise RequestError(f"no batch has a plan within {most_slowdown - 1:.1%} more time; allow more, or more memory")
+    return low
 
 
 def _previewed(
