@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
-from itertools import accumulate
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
-from overspill.core import Device, Graph, Schedule, TensorKind
+from overspill.core import Device, Graph, Schedule, Stream, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudgetError, RequestError
-from overspill.planning.effort import EFFORT, at_effort
 from overspill.planning.fastest import fastest
-from overspill.planning.on_host import HostUpdates, bytes_of_update, updates_of, updates_of_stored
+from overspill.planning.on_host import HostUpdates, updates_of, updates_of_stored
 from overspill.simulate import simulate
 
 DEVICE, HOST, AUTO = UPDATES = ("device", "host", "auto")
 """Where updates run: on the device; on the host, all that can; wherever the step is faster."""
-LITTLE = 0.1
-"""Share of the effort with which it is found which updates the host should run."""
-SHARES = (0.95, 0.8, 0.5)
-"""Shares of the bytes of these updates that the host is given instead: those whose gradients are complete first."""
 AHEAD = (0, 3)
 """How many of the largest gradients a plan sets memory aside for, so that compute need not wait for them to leave."""
+
+HOST_WAIT = f"{Stream.HOST_UPDATE} of"
+"""How the cause of a stall begins that waits for an update on the host."""
 
 Make = Callable[[Graph, Device, int | None, tuple[float, ...]], Schedule]
 Updates = tuple[int, ...]
@@ -49,27 +47,29 @@ class PlansOnHost:
 
     def best(self, update: str) -> Schedule:
         """Return the schedule for `update`, one of UPDATES. Raises InfeasibleBudgetError."""
-        if update == HOST:
-            return self._with(self._all)
-        sets = dict.fromkeys((self._stored, self._all))
-        return self._fastest((self._on_device, *(partial(self._with, updates) for updates in sets), self._in_part))
+        return self._with(self._all) if update == HOST else self._fastest(self._ways())
+
+    def _ways(self) -> Iterator[Callable[[], Schedule]]:
+        """Yield plans: on the device, on the host, and with less on the host than in the best of these."""
+        found: list[Schedule] = []
+
+        def noted(make: Callable[[], Schedule]) -> Schedule:
+            found.append(make())
+            return found[-1]
+
+        yield partial(noted, self._on_device)
+        stored = updates_of_stored(self._graph, found[0]) if found else self._all
+        for updates in dict.fromkeys((self._all, stored or self._all)):
+            yield partial(noted, partial(self._with, updates))
+        on_host = [made for made in found if made.counts[Verb.RUN_ON_HOST]]
+        if on_host and (fewer := self._in_time(min(on_host, key=self._seconds_of))):
+            yield partial(self._with, fewer)
 
     def _on_device(self) -> Schedule:
         return self._make(self._graph, self._device, self._budget_bytes, self._seconds)
 
-    @cached_property
-    def _stored(self) -> Updates:
-        """The updates of parameters whose state a plan for the device has in the store; all if it finds none."""
-        try:
-            with at_effort(LITTLE * EFFORT.get()):
-                return updates_of_stored(self._graph, self._on_device())
-        except InfeasibleBudgetError:
-            return self._all
-
-    def _with(self, updates: Updates, aheads: Sequence[int] = AHEAD) -> Schedule:
-        """Return the fastest plan with these updates on the host, over the gradients that it has memory for ahead."""
-        if not updates:
-            return self._on_device()
+    def _with(self, updates: Updates) -> Schedule:
+        """Return the faster plan with these updates on the host, with and without memory for gradients ahead."""
         host = HostUpdates(self._graph, updates, self._device, self._seconds)
         largest = sorted((t.nbytes for t in self._graph.tensors if t.kind is TensorKind.GRADIENT), reverse=True)
 
@@ -78,32 +78,29 @@ class PlansOnHost:
             planned = self._make(host.rest, self._device, planned_bytes, host.seconds)
             return host.schedule(planned, self._budget_bytes)
 
-        return self._fastest(partial(made, ahead) for ahead in aheads)
+        return self._fastest(partial(made, ahead) for ahead in AHEAD)
 
-    def _in_part(self) -> Schedule:
-        """Return the plan with the best share of the updates on the host."""
-        chosen = [self._first(share) for share in SHARES]
-        seconds: dict[Updates, float] = {}
-        with at_effort(LITTLE * EFFORT.get()):
-            for updates in dict.fromkeys(chosen):
-                for made in self._fitting((partial(self._with, updates, AHEAD[:1]),), needed=False):
-                    seconds[updates] = simulate(self._graph, made, self._device, self._seconds).step_seconds
-        return self._with(min(seconds, key=seconds.__getitem__, default=self._stored))
-
-    def _first(self, share: float) -> Updates:
-        """Return the first of the updates that have a share of their bytes."""
-        sizes = [bytes_of_update(self._graph, self._graph.ops[op]) for op in self._stored]
+    def _in_time(self, made: Schedule) -> Updates:
+        """Return the updates of a plan that the host ends in the step, and that the next step need not wait for."""
+        timeline = simulate(self._graph, made, self._device, self._seconds)
+        waited = {made.instructions[stall.instruction].target for stall in timeline.stalls if HOST_WAIT in stall.cause}
+        ends = {e.target: e.end_seconds for e in timeline.events if e.verb is Verb.RUN_ON_HOST}
         return tuple(
-            op for op, sofar in zip(self._stored, accumulate(sizes), strict=True) if sofar <= share * sum(sizes)
+            op
+            for op in self._all
+            if ends.get(op, math.inf) <= timeline.step_seconds and waited.isdisjoint(self._graph.ops[op].writes)
         )
+
+    def _seconds_of(self, made: Schedule) -> float:
+        return simulate(self._graph, made, self._device, self._seconds).step_seconds
 
     def _fastest(self, plans: Iterable[Callable[[], Schedule]]) -> Schedule:
         best = fastest(self._graph, self._device, self._seconds, self._fitting(plans), self._budget_bytes)
         assert best is not None
         return best
 
-    def _fitting(self, plans: Iterable[Callable[[], Schedule]], *, needed: bool = True) -> Iterator[Schedule]:
-        """Yield the plans that fit. Raises the InfeasibleBudgetError of the lowest floor if one is `needed`."""
+    def _fitting(self, plans: Iterable[Callable[[], Schedule]]) -> Iterator[Schedule]:
+        """Yield the plans that fit. Raises the InfeasibleBudgetError of the lowest floor if none does."""
         errors: list[InfeasibleBudgetError] = []
         found = False
         for plan in plans:
@@ -114,5 +111,5 @@ class PlansOnHost:
             else:
                 found = True
                 yield made
-        if needed and not found:
+        if not found:
             raise min(errors, key=lambda error: error.floor_bytes)
