@@ -68,11 +68,19 @@ def as_of_now(optimizer: Optimizer) -> Optimizer:
     It keeps nothing on its object, so that it can step in another thread while the user changes settings.
     """
     made = object.__new__(type(optimizer))
-    vars(made).update({k: v for k, v in vars(optimizer).items() if k != "step" and not k.startswith(OF_OPTIMIZER)})
+    kept = {k: v for k, v in vars(optimizer).items() if k != "step" and not k.startswith(OF_OPTIMIZER)}
+    scaled = {
+        k: _copied_to_host(v) for k, v in kept.items() if isinstance(v, Tensor)
+    }  # what a GradScaler has put there
+    vars(made).update(kept | scaled)
     settings = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
-    made.param_groups = [{"params": [], **tree_map_only(Tensor, torch.clone, of)} for of in settings]
+    made.param_groups = [{"params": [], **tree_map_only(Tensor, _copied_to_host, of)} for of in settings]
     made.state = defaultdict(dict)
     return made
+
+
+def _copied_to_host(setting: Tensor) -> Tensor:
+    return setting.detach().to("cpu", copy=True)
 
 
 def plain_step(optimizer: Optimizer) -> None:

@@ -13,9 +13,11 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overspill.core.errors import UnsupportedError
 from overspill.runtime.optimizer_step import as_of_now
 from overspill.runtime.transfer.host_lane import HostLane
 
@@ -46,6 +48,8 @@ def begin_updates(lane: HostLane, updated: Iterable[Any]) -> None:
     """Let `lane` update the parameters of each ParameterState with the settings of now."""
     owned = list(updated)
     optimizers = dict.fromkeys(of.updates for of in owned)
+    for of in optimizers:
+        _check(of.optimizer)
     now = AsOfStep(
         {of: as_of_now(of.optimizer) for of in optimizers if of.groups},
         {of.name: of.updates.number_of(of.group) for of in owned},
@@ -59,7 +63,31 @@ def begin_updates(lane: HostLane, updated: Iterable[Any]) -> None:
 
 
 def _own(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    """Return what no one else has of a value of the state, on the host: optimizers have step counts on the GPU too."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type != "cpu":
+        value.data = value.data.cpu()
+    return value.detach()
+
+
+def counts_on(device: torch.device, group: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+    """Bring step counts that an update on the host has left there to where one on `device` has them."""
+    if device.type != "cpu" and (group.get("fused") or group.get("capturable")):
+        for value in rest.values():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                value.data = value.data.to(device)
+
+
+def _check(optimizer: Optimizer) -> None:
+    """Raise UnsupportedError for an optimizer that cannot step in host memory."""
+    why = ""
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        why = "capturable=True"
+    elif type(optimizer).__module__.partition(".")[0] == "bitsandbytes":
+        why = "kernels for the GPU alone"
+    if why:
+        raise UnsupportedError(f"{type(optimizer).__name__} has {why} and cannot update on the host; leave update= out")
 
 
 def _with(now: AsOfStep) -> Context:

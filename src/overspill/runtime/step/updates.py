@@ -30,7 +30,7 @@ from overspill.runtime.optimizer_step import is_own, lent, own_step, plain_step,
 from overspill.runtime.optimizers import PROBE_STEPS, measured_once, scaled
 from overspill.runtime.reachable import tensors_in
 
-from .host_updates import as_of_step
+from .host_updates import as_of_step, counts_on
 from .learned import Learned, Leaves, Needs, Watching, learned
 from .parameter_state import Loan, ParameterState
 from .trials import AHEAD, Trials
@@ -242,6 +242,8 @@ class OptimizerUpdates:
         given = dict(zip(owned.leaves, state, strict=True))
         after, now = {}, as_of_step()
         rest = _without(owned.content, given) if now is None else now.rest[owned.name]
+        if now is None:
+            counts_on(parameter.device, owned.group, rest)
         new = not owned.content and now is None  # on the host there is memory for state that is made
         for rows in self._slices(parameter, owned.group, new=new):
             if rows is ...:
@@ -276,7 +278,8 @@ class OptimizerUpdates:
         parts = []
         for owned, (parameter, gradient, scale, *state) in loans:
             given = dict(zip(owned.leaves, state, strict=True))
-            parts.append(_Part(owned, parameter, gradient, scale, given, _without(owned.content, given)))
+            counts_on(parameter.device, owned.group, rest := _without(owned.content, given))
+            parts.append(_Part(owned, parameter, gradient, scale, given, rest))
         for (owned, _), after in zip(loans, self._update_parts(parts), strict=True):
             _keep(owned, after)
 
@@ -334,7 +337,7 @@ class OptimizerUpdates:
         for loan in loans:
             loan.begin()
         try:
-            with lent(self.optimizer, lists), nullcontext() if name else self.around():
+            with lent(self.optimizer, lists), nullcontext() if name or as_of_step() else self.around():
                 nbytes, drew = self._stepped()
         finally:
             for loan in loans:

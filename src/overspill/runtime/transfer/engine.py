@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -274,25 +274,35 @@ class TransferEngine:
         for handle in given:
             self.await_offload(handle)
         used, written = ([self._table[handle.data_ptr()] for handle in of] for of in (given, writes))
+        for of in written:
+            if isinstance(of.slot, HeldSlot) and not of.slot.tensor.untyped_storage().resizable():
+                self._leave_file(of, of.slot)
         tensors = [self._show(of) if of.on_host is None else of.on_host for of in used]
-        after, checksums = (self._outward.mark(), self._inward.mark()), self._checksums
+        after = self._outward.mark(), self._inward.mark()
 
         def ready() -> None:
             for wait in after:
                 wait()
-            for of in used:
-                if checksums is not None:
-                    checksums.check(of.slot, of.bytes_on_host())
 
         def update(_in_use: Sequence[Tensor] = (*given, *writes)) -> None:
-            run(*tensors)
-            for of in written:
-                if checksums is not None:
-                    checksums.note(of.slot, of.bytes_on_host())
+            with self._checked(used, written):
+                run(*tensors)
 
         started = self.updates.submit(what, update, ready)
         for of in written:
             of.updating = started
+
+    @contextmanager
+    def _checked(self, used: Sequence[_Stored], written: Sequence[_Stored]) -> Iterator[None]:
+        """Compare checksums before an update on the host, and record them behind it. Raises StoreError."""
+        if self._checksums is None:
+            yield
+            return
+        for of in used:
+            self._checksums.check(of.slot, of.bytes_on_host())
+        yield
+        for of in written:
+            self._checksums.note(of.slot, of.bytes_on_host())
 
     def _show(self, stored: _Stored) -> Tensor:
         """Return what the store has of it on the store's own memory, which no mode counts. Raises StoreError."""
@@ -300,6 +310,13 @@ class TransferEngine:
             memory = self.store.memory(stored.slot, stored.nbytes) if stored.nbytes else UntypedStorage(0)
             stored.on_host = stored.within(memory)
         return stored.on_host
+
+    def _leave_file(self, stored: _Stored, held: HeldSlot) -> None:
+        """Give it a slot of its own in place of a mapped file, whose locked pages the host must not copy to write."""
+        stored.slot = self.store.allocate(stored.nbytes)
+        with disable_current_modes():
+            bytes_of(self._show(stored).untyped_storage()).copy_(held.memory)
+        self.store.release(held)
 
     def _updated(self, stored: _Stored) -> None:
         """Wait for the update that writes it, if any. Raises the error of one that failed."""

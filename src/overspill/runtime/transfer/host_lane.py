@@ -42,6 +42,8 @@ class HostUpdate:
         self._noted = noted
         self._context: Context | None = lane.context
         self._threads = torch.get_num_threads()
+        self._then: list[Callable[[], None]] = []
+        self._changes = Lock()
         self._pending = Lock()
         self._pending.acquire()
 
@@ -79,8 +81,20 @@ class HostUpdate:
 
     def _finish(self) -> None:
         self._run, self._context = None, None  # before it is done: what they hold is free then
-        self.is_done = True
+        with self._changes:
+            self.is_done = True
+        for call in self._then:
+            call()
+        self._then.clear()
         self._pending.release()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call `call()` when it is done, before `wait` returns; at once if it is."""
+        with self._changes:
+            if not self.is_done:
+                self._then.append(call)
+                return
+        call()
 
     def wait(self) -> None:
         """Wait until it is done."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from overspill.core.errors import StoreError
+from overspill.pytorch.storages import storage_over
 from overspill.runtime import accelerator
 
 from . import _copies
@@ -83,6 +84,16 @@ class LaneWork(Protocol):
         """Wait until it is done or dropped."""
 
 
+class Awaited(Protocol):
+    """What the host does in a thread of its own."""
+
+    def wait(self) -> None:
+        """Wait until it is done, or will never be."""
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call `call()` then, before `wait` returns; at once if it is done."""
+
+
 class Noted(Protocol):
     """Callbacks for the begin and end of a copy."""
 
@@ -104,8 +115,8 @@ class Lane(ABC):
         """
 
     @abstractmethod
-    def submit_after(self, event: LaneWork, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
-        """Start a copy as `submit` does, but not before the host has done with `event`."""
+    def submit_after(self, update: Awaited, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
+        """Start a copy as `submit` does, but not before the host has done with `update`."""
 
     @abstractmethod
     def mark(self) -> Callable[[], None]:
@@ -151,9 +162,9 @@ class ThreadLane(Lane):
         self.carry_out(ticket)
         return ticket
 
-    def submit_after(self, event: LaneWork, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
-        """Start the copy on the lane's thread, which waits for `event`. Raises StoreError once the lane is closed."""
-        self.carry_out(_After(event))
+    def submit_after(self, update: Awaited, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
+        """Start the copy on the lane's thread, which waits for `update`. Raises StoreError once the lane is closed."""
+        self.carry_out(_After(update))
         return self.submit(slot, memory, noted)
 
     def carry_out(self, job: LaneWork) -> None:
@@ -281,11 +292,11 @@ class _Mark:
 class _After:
     """A wait of a thread for the job of another."""
 
-    def __init__(self, event: LaneWork) -> None:
-        self._event = event
+    def __init__(self, update: Awaited) -> None:
+        self._update = update
 
     def carry_out(self, _copy: Copy) -> None:
-        self._event.wait()
+        self._update.wait()
 
     def drop(self) -> None:
         """Nothing waits for it."""
@@ -315,7 +326,80 @@ class _NotedTicket(_ThreadTicket):
         super().carry_out(measured)
 
 
-class StreamLane(Lane):
+class _OnStream(Lane):
+    """What lanes that are streams have in common."""
+
+    stream: accelerator.DeviceStream
+
+    @abstractmethod
+    def _compute_stream(self) -> Any:
+        """Return the stream of compute."""
+
+    @abstractmethod
+    def _enqueue(self, slot: Slot, memory: UntypedStorage) -> None:
+        """Enqueue a copy on this lane's stream, which is the current one."""
+
+    def submit_after(self, update: Awaited, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
+        """Enqueue the copy when `update` is done, after the work that compute has now; the host goes on meanwhile."""
+        begun = self._compute_stream().record_event()
+
+        def start() -> Ticket:
+            self.stream.wait_event(begun)
+            if noted is not None:
+                noted.begin(self.stream)
+            with self.stream:
+                self._enqueue(slot, memory)
+            if noted is not None:
+                noted.end(self.stream)
+            return _StreamTicket(self, self.stream.record_event(), memory)
+
+        return _LateTicket(update, start)
+
+    def wait(self, event: Any) -> None:
+        """Make later work of the compute stream run after `event`."""
+        self._compute_stream().wait_event(event)
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that waits until the stream has done its work up to now."""
+        found: Callable[[], None] = self.stream.record_event().synchronize
+        return found
+
+    def drain(self) -> None:
+        """Wait until the stream is idle."""
+        self.stream.synchronize()
+
+    close = drain
+
+
+class _LateTicket:
+    """A copy that the thread of an update enqueues when that is done."""
+
+    __slots__ = ("_error", "_start", "_ticket", "_update")
+
+    def __init__(self, update: Awaited, start: Callable[[], Ticket]) -> None:
+        self._update = update
+        self._start: Callable[[], Ticket] | None = start
+        self._ticket: Ticket | None = None
+        self._error: BaseException | None = None
+        update.then(self._enqueue)
+
+    def _enqueue(self) -> None:
+        start, self._start = self._start, None
+        assert start is not None
+        try:
+            self._ticket = start()
+        except BaseException as error:  # noqa: BLE001 - raised by `wait`
+            self._error = error
+
+    def wait(self) -> None:
+        self._update.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._ticket is not None
+        self._ticket.wait()
+
+
+class StreamLane(_OnStream):
     """A lane with its own stream.
 
     `streams` is the module `accelerator`, or a stand-in in tests.
@@ -342,31 +426,17 @@ class StreamLane(Lane):
             noted.end(self.stream)
         return _StreamTicket(self, self.stream.record_event(), memory)
 
-    def wait(self, event: Any) -> None:
-        """Make later work of the compute stream run after `event`."""
-        self._streams.current_stream(self._device).wait_event(event)
+    def _compute_stream(self) -> Any:
+        return self._streams.current_stream(self._device)
 
-    def submit_after(self, event: LaneWork, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
-        """Wait on the host for `event`, then enqueue the copy."""
-        event.wait()
-        return self.submit(slot, memory, noted)
-
-    def mark(self) -> Callable[[], None]:
-        """Return a function that waits until the stream has done its work up to now."""
-        found: Callable[[], None] = self.stream.record_event().synchronize
-        return found
-
-    def drain(self) -> None:
-        """Wait until the stream is idle."""
-        self.stream.synchronize()
-
-    close = drain
+    def _enqueue(self, slot: Slot, memory: UntypedStorage) -> None:
+        self._copy(slot, bytes_of(memory))
 
 
 class _StreamTicket:
     __slots__ = ("_event", "_lane", "_memory")
 
-    def __init__(self, lane: StreamLane, event: Any, memory: UntypedStorage) -> None:
+    def __init__(self, lane: _OnStream, event: Any, memory: UntypedStorage) -> None:
         self._lane = lane
         self._event = event
         self._memory: UntypedStorage | None = memory
@@ -376,7 +446,7 @@ class _StreamTicket:
         self._memory = None
 
 
-class CopyLane(Lane):
+class CopyLane(_OnStream):
     """A stream for copies to or from page-locked host memory, one native call each."""
 
     def __init__(self, streams: accelerator.RawStreams, address: Callable[[Slot], int], *, outward: bool) -> None:
@@ -399,21 +469,12 @@ class CopyLane(Lane):
             noted.end(self.stream)
         return ticket
 
-    def submit_after(self, event: LaneWork, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
-        """Wait on the host for `event`, then enqueue the copy."""
-        event.wait()
-        return self.submit(slot, memory, noted)
+    def _compute_stream(self) -> Any:
+        return self._compute()
 
-    def mark(self) -> Callable[[], None]:
-        """Return a function that waits until the stream has done its work up to now."""
-        found: Callable[[], None] = self.stream.record_event().synchronize
-        return found
-
-    def drain(self) -> None:
-        """Wait until the stream is idle."""
-        self.stream.synchronize()
-
-    close = drain
+    def _enqueue(self, slot: Slot, memory: UntypedStorage) -> None:
+        host = bytes_of(storage_over(self._address(slot), torch.device("cpu"), memory.nbytes()))
+        bytes_of(memory).copy_(host, non_blocking=True)
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
