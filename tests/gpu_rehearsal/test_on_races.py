@@ -16,7 +16,7 @@ from tests.gpu_rehearsal.touching import Touching
 
 COMPUTE = 1
 """The legacy stream of the first device, on which PyTorch computes."""
-POLICIES = ("auto", "dymem", "lms", "sequential", "vdnn-all", "vdnn-dynamic", "window")
+POLICIES = ("auto", "auto:update=host", "dymem", "lms", "sequential", "vdnn-all", "vdnn-dynamic", "window")
 JOB = ("gpt2", 8, "smallest")
 SWAPS = "lms"
 """The policy that transfers most, which waits are left out of."""
