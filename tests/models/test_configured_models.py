@@ -144,7 +144,7 @@ def test_a_configuration_file_names_a_model(tmp_path: Path) -> None:
         ("hf:gpt2,n_embd=10,n_head=3", {}, "causal language model"),
         ("hf:absent.json", {}, r"absent\.json"),
         ("hf:gpt2,n_positions=16", {"seq_len": 17}, "seq_len=17"),
-        ("hf:whisper", {}, "no image classifier"),
+        ("hf:sam", {}, "no model of"),
         ("hf:vit", {"seq_len": 4}, "hf:vit"),
         ("hf:./absent", {}, "cannot be had"),
     ],

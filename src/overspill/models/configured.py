@@ -14,7 +14,7 @@ DECODER, HUGGING_FACE = "decoder", "hf"
 FORMS = {
     "decoder:width=768,depth=12,heads=12,vocabulary=50257,seq_len=512": "the built-in decoder in any size; these are "
     "the defaults, GPT-2's",
-    "hf:PATH/config.json": "a model of transformers, from its configuration: language models and image classifiers",
+    "hf:PATH/config.json": "a model of transformers, from its configuration: of text, of images, of both, and Whisper",
     "hf:gpt2,n_layer=6,n_embd=384": "the same by model type and fields of its configuration",
     "mistralai/Mistral-7B-v0.1": "the same by its name on the Hub, from which the configuration alone is read",
     "llama-3.1-8b": "the same without a network or a login, for " + ", ".join(SHORT),
@@ -53,15 +53,20 @@ def check_configured(name: str) -> None:
         parsed_fields(name, rest.split(",")[1:])
 
 
-def load_configured(name: str, seq_len: int | None = None) -> BuiltModel:
-    """Return a decoder or a model of transformers, on `seq_len` tokens. Raises RequestError."""
+def load_configured(name: str, seq_len: int | None = None, image_size: int | None = None) -> BuiltModel:
+    """Return a decoder or a model of transformers, on `seq_len` tokens and images of `image_size`.
+
+    Raises RequestError.
+    """
     check_configured(name)
     if name.partition(":")[0] == HUGGING_FACE:
         from .hugging_face import load_hugging_face  # noqa: PLC0415  # imports torch
 
-        return load_hugging_face(name, seq_len)
+        return load_hugging_face(name, seq_len, image_size)
     from .gpt2 import build_decoder  # noqa: PLC0415  # imports torch
 
+    if image_size is not None:
+        raise RequestError(f"image_size= does not apply to {name}, which reads text; leave it out")
     sizes = _decoder_sizes(name)
     named = sizes.pop("seq_len", None)
     if named is not None and seq_len is not None and named != seq_len:

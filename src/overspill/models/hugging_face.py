@@ -18,6 +18,7 @@ from overspill.core.registry import did_you_mean
 
 from .built_model import IMAGE_SIZE, SEQ_LEN, BuiltModel, checked_size
 from .configuration import located, one_line, settings_of
+from .multimodal import images_and_text, sound_and_text
 
 
 class _Kind(NamedTuple):
@@ -47,12 +48,25 @@ IMAGES = _Kind(
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
     ("ForImageClassification",),
 )
+IMAGES_AND_TEXT = _Kind(
+    "a model of images and text",
+    "AutoModelForImageTextToText",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    ("ForConditionalGeneration",),
+)
+SOUND = _Kind(
+    "a model from sound to text",
+    "AutoModelForSpeechSeq2Seq",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    ("ForConditionalGeneration",),
+)
 
 
-def load_hugging_face(name: str, seq_len: int | None) -> BuiltModel:
+def load_hugging_face(name: str, seq_len: int | None, image_size: int | None = None) -> BuiltModel:
     """Return the model that `name` configures, with batches and loss.
 
-    It reads `seq_len` tokens if it reads text. Raises RequestError.
+    It reads `seq_len` tokens if it reads text, and images of `image_size` if it reads them of any size.
+    Raises RequestError.
     """
     try:
         import huggingface_hub  # noqa: PLC0415  # as below
@@ -61,12 +75,14 @@ def load_hugging_face(name: str, seq_len: int | None) -> BuiltModel:
         raise RequestError(f"{name} needs the transformers package: pip install transformers") from error
     settings_of(name)  # from the Hub, if it is there alone
     with patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True):  # all else is here, and nobody is asked
-        return _load(name, seq_len, transformers)
+        return _load(name, seq_len, image_size, transformers)
 
 
-def _load(name: str, seq_len: int | None, transformers: Any) -> BuiltModel:
+def _load(name: str, seq_len: int | None, image_size: int | None, transformers: Any) -> BuiltModel:
     config = _config(name, transformers.AutoConfig, list(transformers.CONFIG_MAPPING))
     kind = _kind(name, config, transformers)
+    if image_size is not None and kind is not IMAGES_AND_TEXT:
+        raise RequestError(f"image_size= does not apply to {name}; its configuration has what it reads")
     if kind is IMAGES:
         if seq_len is not None:
             raise RequestError(f"seq_len= does not apply to {name}, which reads images; leave it out")
@@ -74,6 +90,14 @@ def _load(name: str, seq_len: int | None, transformers: Any) -> BuiltModel:
             name, _made(name, config, "sdpa", kind, transformers), _image_batches(config), _loss_on_images
         )
     config.use_cache = False  # of keys and values, which is for generation
+    if kind in (IMAGES_AND_TEXT, SOUND):
+        config.get_text_config().use_cache = False
+        module = _made(name, config, "sdpa", kind, transformers)
+        if kind is SOUND:
+            inputs = sound_and_text(name, config, seq_len)
+        else:
+            inputs = images_and_text(name, module, config, seq_len, image_size)
+        return BuiltModel(name, module, inputs.make_batch, inputs.loss, assumed=inputs.assumed)
     if kind is TEXT_TO_TEXT and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # a type's defaults have none
     text = config.get_text_config()
@@ -92,7 +116,8 @@ def _load(name: str, seq_len: int | None, transformers: Any) -> BuiltModel:
 
 def _kind(name: str, config: Any, transformers: Any) -> _Kind:
     """Return the task that the configuration names, or that of its model type."""
-    kinds = (TEXT_TO_TEXT, IMAGES) if getattr(config, "is_encoder_decoder", False) else (MASKED, CAUSAL, IMAGES)
+    reads_text = (TEXT_TO_TEXT,) if getattr(config, "is_encoder_decoder", False) else (MASKED, CAUSAL)
+    kinds = (*reads_text, IMAGES, IMAGES_AND_TEXT, SOUND)
     known = [kind for kind in kinds if type(config) in getattr(transformers, kind.mapping)]
     for architecture in getattr(config, "architectures", None) or ():
         for kind in known:
@@ -101,9 +126,8 @@ def _kind(name: str, config: Any, transformers: Any) -> _Kind:
     if known:
         return known[0]
     raise RequestError(
-        f"{name}: of {config.model_type} transformers makes no language model that reads text alone, and no image "
-        "classifier; "
-        "name a function of yours that makes the model: package.module:callable"
+        f"{name}: of {config.model_type} transformers makes no model of text, of images, of both, or from sound to "
+        "text; name a function of yours that makes the model: package.module:callable"
     )
 
 

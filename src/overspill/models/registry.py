@@ -119,12 +119,11 @@ def load(name: str, *, small: bool = False, image_size: int | None = None, seq_l
             raise RequestError(f"{option}={size} is not a size; give 1 or more")
     # Models that are not built in.
     if is_configured(name):
-        if small or image_size is not None:
-            what = "small=" if small else "image_size="
+        if small:
             raise RequestError(
-                f"{what} does not apply to {name}, whose name gives its sizes; leave it out, and change the name"
+                f"small= does not apply to {name}, whose name gives its sizes; leave it out, and change the name"
             )
-        return load_configured(name, seq_len)
+        return load_configured(name, seq_len, image_size)
     if ":" in name:
         if small:
             raise RequestError(
