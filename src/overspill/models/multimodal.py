@@ -21,7 +21,7 @@ GRID_IMAGE = 448
 Batches = Callable[[int], tuple[Tensor, ...]]
 
 
-class Inputs(NamedTuple):
+class ModelInputs(NamedTuple):
     """How a model is called: the names of its inputs, batches of them, and what they assume, in words."""
 
     names: tuple[str, ...]
@@ -48,7 +48,9 @@ class _Image(NamedTuple):
     grid: tuple[int, int] | None = None
 
 
-def images_and_text(name: str, module: nn.Module, config: Any, seq_len: int | None, image_size: int | None) -> Inputs:
+def images_and_text(
+    name: str, module: nn.Module, config: Any, seq_len: int | None, image_size: int | None
+) -> ModelInputs:
     """Return the inputs of a model that reads one image and text, `seq_len` tokens in all.
 
     Without `seq_len` the text has SEQ_LEN tokens or what is left. Raises RequestError for a model type whose inputs are
@@ -72,7 +74,7 @@ def images_and_text(name: str, module: nn.Module, config: Any, seq_len: int | No
 
     height, width = image.sides
     assumed = f"each sample has one image of {height}x{width} pixels ({image.tokens} tokens) before its text"
-    return Inputs(("pixel_values", "input_ids", "labels", *types), make_batch, assumed, image.grid)
+    return ModelInputs(("pixel_values", "input_ids", "labels", *types), make_batch, assumed, image.grid)
 
 
 def _image_of(name: str, config: Any, image_size: int | None) -> _Image:
@@ -117,7 +119,7 @@ def _gridded(name: str, vision: Any, image_size: int | None) -> _Image:
     return _Image(pixels, (size // merged) ** 2, (size, size), (up, up))
 
 
-def sound_and_text(name: str, config: Any, seq_len: int | None) -> Inputs:
+def sound_and_text(name: str, config: Any, seq_len: int | None) -> ModelInputs:
     """Return the inputs of a model that reads a spectrogram and writes `seq_len` tokens. Raises RequestError."""
     if config.model_type != "whisper":
         raise RequestError(
@@ -132,7 +134,7 @@ def sound_and_text(name: str, config: Any, seq_len: int | None) -> Inputs:
         sound = torch.randn(batch_size, config.num_mel_bins, frames, device="cpu")
         return sound, torch.randint(config.vocab_size, (batch_size, length), device="cpu")
 
-    return Inputs(("input_features", "labels"), make_batch, "")
+    return ModelInputs(("input_features", "labels"), make_batch, "")
 
 
 def _sides(size: Any) -> tuple[int, int]:
