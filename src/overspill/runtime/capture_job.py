@@ -16,6 +16,7 @@ from overspill.capture.compiled.absent_gpu import captured_for
 from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.trace import captures, trace
+from overspill.capture.programs.workspaces import nothing_measured
 from overspill.capture.sharding import Group, Sharding, sharded
 from overspill.capture.virtual_gpu.torch_patches import fake_weights
 from overspill.core import Device, Graph
@@ -46,7 +47,8 @@ def step_graph(job: Job, *, whole_step: bool = False) -> Graph:
 
     With several micro-batches it is that of the last, which includes the update.
     """
-    return next(_eager_captures(job, Options(whole_step=whole_step), None)).graph
+    with nothing_measured():
+        return next(_eager_captures(job, Options(whole_step=whole_step), None)).graph
 
 
 def captures_of(job: Job, options: Options, device: Device, *, moves: bool) -> Partitioned[Captured]:
@@ -62,7 +64,7 @@ def captures_of(job: Job, options: Options, device: Device, *, moves: bool) -> P
     def found() -> Iterator[Captured]:
         made = _eager_captures(job, options, device, moves=moves)
         while True:
-            with captured_for(device):
+            with captured_for(device), nothing_measured():
                 if (step := next(made, None)) is None:
                     return
             yield replace(step, graph=with_algorithms(step.graph, device)) if device.kind == "cuda" else step

@@ -1,6 +1,6 @@
 """Count the live bytes of a real run, independently of the planner.
 
-Every storage that an op reads or makes counts while it lives.
+Every storage that an op reads or makes counts while it lives, and on the CPU what an op takes and gives back.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from overspill.capture.programs.allocations import changes_of, peak_of
+from overspill.pytorch.autograd import profiler_enabled
 from overspill.pytorch.dispatch import DisableTorchFunctionSubclass, TorchDispatchMode
 from overspill.pytorch.storages import key_of
 from overspill.pytorch.trees import tree_leaves
@@ -69,8 +71,14 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the op, and count the storages of its arguments and results."""
+        """Run the op, and count the storages of its arguments and results, and on the CPU what it takes meanwhile."""
         del types
-        result = func(*args, **(kwargs or {}))
-        self.add(tree_leaves((args, kwargs, result)))
+        self.add(tree_leaves((args, kwargs)))
+        before, changes = self.live_bytes, list[int]()
+        if self.device.type != "cpu" or profiler_enabled():
+            result = func(*args, **(kwargs or {}))
+        else:
+            result, changes = changes_of(lambda: func(*args, **(kwargs or {})))
+        self.peak_bytes = max(self.peak_bytes, before + peak_of(changes)[0])
+        self.add(tree_leaves(result))
         return result

@@ -7,6 +7,7 @@ back, and what forward saved goes to backward with the tangents.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -168,7 +169,9 @@ def run(step: Step, schedule: Schedule, store: Store, places: Places | None = No
         torch.manual_seed(SEED)
         tracker.add(primals)
         begun = tracker.live_bytes
-        with torch.no_grad(), tracker, allocations() as allocated:
+        # No dispatch mode sees what compiled kernels are given, nor what is taken for an arena.
+        by_calls = isinstance(joint, JointOfPrograms) or places is not None
+        with torch.no_grad(), tracker, allocations() if by_calls else nullcontext() as allocated:
             results = run_program(forward, step.graph, None, [*primals])
             outputs, saved = results[: len(joint.forward_outputs)], list(results[len(joint.forward_outputs) :])
             del results
@@ -179,9 +182,7 @@ def run(step: Step, schedule: Schedule, store: Store, places: Places | None = No
             tracker.add(gradients)
         slots = engine.stored_count
         numbers = Numbers(loss, _gradients(joint, gradients), _updated(step, inputs))
-        # No dispatch mode sees what compiled kernels are given, nor what is taken for an arena.
-        by_calls = isinstance(joint, JointOfPrograms) or places is not None
-        peak = begun + peak_of(allocated.changes)[0] if by_calls else tracker.peak_bytes
+        peak = tracker.peak_bytes if allocated is None else begun + peak_of(allocated.changes)[0]
         return Ran(numbers, engine.offloaded_bytes, engine.prefetched_bytes, peak, slots)
     finally:
         engine.close()

@@ -86,6 +86,33 @@ def test_a_step_with_dropout_and_attention_stays_within_its_plan(dropout: float)
     assert 0.98 * step.plans[0].peak_bytes <= found[0] <= step.plans[0].peak_bytes
 
 
+class Mixed(nn.Module):
+    """Convolutions, a norm that copies its input, and products in bfloat16, to which one of float32 is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.LayerNorm(16)
+        self.product = nn.Linear(16, 32, dtype=torch.bfloat16)
+        self.bias = nn.Parameter(torch.ones(64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self.norm(self.convolution(x).flatten(2).mT).bfloat16()) + self.bias
+
+
+def test_a_step_of_convolutions_and_of_products_in_half_precision_stays_within_its_plan() -> None:
+    torch.manual_seed(0)
+    model, images = Mixed(), torch.randn(8, 3, 8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = overspill.train_step(model, lambda m, x: m(x).square().mean(), optimizer, budget="smallest", store="host")
+    with allocations():  # what ops take is measured under a profiler as well
+        step(images)
+    with step.counted((images,)) as found:
+        step(images)
+    assert 0.9 * step.plans[0].peak_bytes <= found[0] <= step.plans[0].peak_bytes
+    taken = {op.name: op.workspace_bytes for op in step.plans[0].graph.ops}
+    assert min(taken[name] for name in ("convolution", "convolution_backward", "native_layer_norm", "add")) > 4096
+
+
 def batch() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     return torch.randn(64, 20), torch.randn(64, 500)
@@ -102,7 +129,7 @@ def test_a_loss_keeps_its_own_bytes_alone(name: str) -> None:
     assert same_bits(found.detach(), expected.detach())
     assert found.untyped_storage().nbytes() == 4
     (plan,) = compiled.overspill.plans
-    assert next(op.workspace_bytes for op in plan.graph.ops if "loss" in op.name or "entropy" in op.name) == NBYTES
+    assert next(op.workspace_bytes for op in plan.graph.ops if "loss" in op.name or "entropy" in op.name) >= NBYTES
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -6,6 +6,9 @@ their buffer.
 
 On CUDA, kernels and libraries need workspaces while they run. `capture/fake_cuda` knows their sizes, except for cuDNN,
 which chooses among its engines by its own rules. On a GPU that this machine has, each call of cuDNN is run once.
+
+On the CPU, oneDNN takes scratch by rules of its own for each processor, norms copy what is not contiguous, and an op of
+two dtypes casts one. So there each op that may take scratch is run once.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from overspill.capture.fake_cuda.retarget import SCRATCH
 from overspill.capture.programs.workspaces import NO_WORKSPACE, CallWorkspace, workspaces_of
 from overspill.costs.scratch import Scratch, Software, room_bytes
 from overspill.costs.scratch import scratch_bytes as library_bytes
+from overspill.pytorch.dispatch import OpOverload
 from overspill.pytorch.schemas import arguments, node_argument
 from overspill.pytorch.trees import tree_leaves
 
@@ -65,7 +69,7 @@ TAKEN_ON_CPU: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         lambda _, q, k, *__: _of_attention(q, k, backward=True),
 }  # fmt: skip
-"""Bytes of scratch on the CPU, by op.
+"""Bytes of scratch on the CPU, by op; they need not be measured.
 
 A dropout casts its mask to the dtype of what it multiplies. Attention's softmax looks for rows that are masked whole. A
 few bytes are scalars. (PyTorch 2.13, aten/src/ATen/native/Dropout.cpp, SoftMax.cpp, cpu/FlashAttentionKernel.cpp)
@@ -80,9 +84,18 @@ def _of_4bit_product(x: Tensor, _packed: Tensor, shape: Sequence[int], *rest: An
 TAKEN_BY_LIBRARIES: dict[str, Callable[..., int]] = {"bitsandbytes.gemm_4bit.default": _of_4bit_product}
 """Bytes of scratch on any device, by the name of an op of a library.
 
-A product with a weight of 4 bits dequantises it whole, on CUDA except for few rows. (bitsandbytes 0.50.2,
+A product with a weight of 4 bits dequantises it whole, on CUDA except for few rows. On the CPU it is measured, for the
+product takes scratch too. (bitsandbytes 0.50.2,
 backends/default/ops.py, `_gemm_4bit_default_impl`, and backends/cuda/ops.py)
 """
+
+
+MATRICES = frozenset({aten.mm.default, aten.addmm.default})
+"""Products that take no scratch on the CPU in single or double precision, of matrices that need no copy."""
+MEASURED = frozenset({"aten", "bitsandbytes", "prims", "torchao", "quanto"})
+"""Namespaces of ops that may be run to be measured: others may do more than compute."""
+_NUMBER = CallWorkspace(16)
+"""A number in an op of elements is made a tensor, then one of the op's dtype."""
 
 
 def reduces_in_place(node: fx.Node) -> bool:
@@ -93,28 +106,50 @@ def reduces_in_place(node: fx.Node) -> bool:
 def scratch_of(node: fx.Node) -> CallWorkspace:
     """Return the workspace that `node` takes while it runs, besides its results.
 
-    On the CPU these are the losses of all elements, for reduced LOSSES, and the scratch of dropouts and attention.
+    For reduced LOSSES on the CPU these are also the losses of all elements.
     """
     where = _device_of(node)
-    if (taken := _formula(node, where)) is not None:
-        return CallWorkspace(taken(*fx.node.map_arg(node.args, lambda n: n.meta["val"])))
+    if (formula := _formula(node, where)) is not None:
+        return _by(formula, node)
     if where.type == "cuda":
         if _is_cudnns(node) and (measured := workspaces_of([node])) is not None:
             return measured[0]
         return _most(node, torch.cuda.get_device_capability(where), room_bytes)
     if capability := CAPABILITY.get():
         return _most(node, capability, lambda *request: library_bytes(*request).central)
+    taken = _on_cpu(node)
     if not reduces_in_place(node):
-        return NO_WORKSPACE
-    shapes = (n.meta["val"].shape for n in node.all_input_nodes[:2])
-    return CallWorkspace(prod(torch.broadcast_shapes(*shapes)) * node.meta["val"].element_size())
+        return taken
+    shapes = (n.meta["val"].shape for n in node.all_input_nodes[:2])  # its result is copied out of the losses
+    return CallWorkspace(taken.nbytes + prod(torch.broadcast_shapes(*shapes)) * node.meta["val"].element_size())
 
 
 def _formula(node: fx.Node, where: torch.device) -> Callable[..., int] | None:
     """Return the function that works out the scratch of a call, if one is known."""
-    if where.type == "cpu" and not CAPABILITY.get() and node.target in TAKEN_ON_CPU:
-        return TAKEN_ON_CPU[node.target]
+    if where.type == "cpu" and not CAPABILITY.get():
+        return TAKEN_ON_CPU.get(node.target)
     return TAKEN_BY_LIBRARIES.get(str(node.target))
+
+
+def _on_cpu(node: fx.Node) -> CallWorkspace:
+    """Return the scratch of a call on the CPU, which is run once if it may take more than a few bytes."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace not in MEASURED:
+        return NO_WORKSPACE
+    values = [v for v in tree_leaves([n.meta["val"] for n in (*node.all_input_nodes, node)]) if isinstance(v, Tensor)]
+    dtypes = {value.dtype for value in values}
+    wide = dtypes <= {torch.float32, torch.float64}
+    if torch.Tag.pointwise in node.target.tags and len(dtypes) < 2:
+        return _NUMBER if any(type(a) in (int, float) for a in node.args) else NO_WORKSPACE
+    if node.target in MATRICES and wide and all(1 in v.stride() for v in values):
+        return NO_WORKSPACE
+    if (measured := workspaces_of([node])) is not None:
+        return measured[0]
+    formula = TAKEN_BY_LIBRARIES.get(str(node.target))
+    return NO_WORKSPACE if formula is None else _by(formula, node)
+
+
+def _by(formula: Callable[..., int], node: fx.Node) -> CallWorkspace:
+    return CallWorkspace(formula(*fx.node.map_arg(node.args, lambda n: n.meta["val"])))
 
 
 def measure(nodes: Iterable[fx.Node]) -> None:

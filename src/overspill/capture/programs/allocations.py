@@ -11,18 +11,24 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
-from overspill.pytorch.profiler import EventType
+import torch
+
+from overspill.pytorch.autograd import profiler_enabled
+from overspill.pytorch.profiler import EventType, begin_recording, end_recording
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says on standard error that it starts and ends
 
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+T = TypeVar("T")
 _MARK = "overspill: "
 
 
@@ -69,6 +75,33 @@ def allocations() -> Iterator[Allocations]:
         found.by_part.append([nbytes for at, _, nbytes in changes if begin <= at <= end])
         found.between_parts.append([nbytes for at, _, nbytes in changes if last < at < begin])
         last = end
+
+
+def changes_of(run: Callable[[], T]) -> tuple[T, list[int]]:
+    """Return what `run` returns, and the allocations and frees of its thread alone, in bytes and in order.
+
+    Under a profiler of the user's it runs in a thread of its own, of which that profiler sees nothing.
+    """
+    if not profiler_enabled():
+        return _recorded(run)
+
+    def alone() -> tuple[T, list[int]]:
+        torch.get_num_threads()  # a new thread has as many as the others once it asks
+        with torch.set_grad_enabled(is_grad_enabled):
+            return _recorded(run)
+
+    is_grad_enabled = torch.is_grad_enabled()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(copy_context().run, alone).result()
+
+
+def _recorded(run: Callable[[], T]) -> tuple[T, list[int]]:
+    begin_recording()
+    try:
+        result = run()
+    finally:
+        changes = end_recording()
+    return result, changes
 
 
 def _changes(tree: Sequence[Any]) -> Iterator[tuple[int, int, int]]:

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
+from math import inf, nan
+from threading import Lock
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -27,13 +29,17 @@ from overspill.costs.gloo import gloo_bytes
 from overspill.pytorch.autograd import profiler_enabled
 from overspill.pytorch.dispatch import disable_current_modes
 
-from .allocations import allocations, peak_of
+from .allocations import changes_of, peak_of
 from .known_shapes import values_made_up
 
 FUNCTIONAL = "_c10d_functional"
 """Namespace of the collectives in traced graphs."""
 _known: dict[str, CallWorkspace] = {}
 """Workspaces by a call's signature, for all programs of this process."""
+_LOCK = Lock()
+"""Plans on a card are searched for in several threads, and measuring takes the random state back."""
+_NAMESPACE = {"torch": torch, "device": torch.device, "inf": inf, "nan": nan}
+"""What the arguments of an op refer to as text."""
 _measures = ContextVar("overspill_measures", default=True)
 
 
@@ -75,56 +81,81 @@ def workspaces(
 ) -> list[CallWorkspace]:
     """Return the workspace of each library call.
 
-    `values` are the variables as fake tensors. While a profiler runs, nothing can be measured; the user is then warned.
-    Raises UnsupportedError for a call that cannot be run.
+    `values` are the variables as fake tensors. Raises UnsupportedError for a call that cannot be run.
     """
-    if not _measures.get():
-        return [NO_WORKSPACE for _ in calls]
-    # Only calls that are not known yet are run.
     signed = [(_signature(call, values), call) for call in calls]
-    new = {}
     for signature, call in signed:
         if FUNCTIONAL in signature:
             _known[signature] = CallWorkspace(_of_collective(call, values))
-        elif signature not in _known:
-            new[signature] = call
-    if new and profiler_enabled():
-        warnings.warn(
-            "a profiler runs while a model is compiled: what its library calls allocate for themselves is not planned "
-            "for",
-            stacklevel=2,
-        )
-        return [_known.get(signature, NO_WORKSPACE) for signature, _ in signed]
-    if new:
-        with disable_current_modes(), torch.no_grad(), torch.random.fork_rng(), values_made_up():
-            _known.update(zip(new, _measured(list(new.values()), namespace, values), strict=True))
-    return [_known[signature] for signature, _ in signed]
+    return _learned([(signature, partial(_with, call, values)) for signature, call in signed], namespace)
 
 
 def workspaces_of(nodes: Sequence[fx.Node]) -> list[CallWorkspace] | None:
-    """Return the workspace of each op of a graph on CUDA, measured as a library call.
+    """Return the workspace of each op of a graph, measured as a library call.
 
-    Returns None if the device has too little memory to run all of them. The memory used to measure is given back to the
-    device, because no plan counts it.
+    Returns None where nothing is to run, or if the device has too little memory to run all of them. The memory used to
+    measure is given back to the device, because no plan counts it.
     """
-    calls = [_call_of(node) for node in nodes]
-    values = {used.name: used.meta["val"] for node in nodes for used in node.all_input_nodes}
+    if not _measures.get():
+        return None
     known = len(_known)
     try:
-        return workspaces(calls, {"torch": torch}, values)
+        return _learned([(_signature_of(node), partial(_call_of, node)) for node in nodes], _NAMESPACE)
     except UnsupportedError:
         return None
     finally:
-        if len(_known) > known:
+        if len(_known) > known and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
 
-def _call_of(node: fx.Node) -> Library:
-    """Return an op of a graph as a library call."""
+def _with(call: Library, values: Mapping[str, Any]) -> tuple[Library, Mapping[str, Any]]:
+    return call, values
+
+
+def _learned(
+    signed: Sequence[tuple[str, Callable[[], tuple[Library, Mapping[str, Any]]]]], namespace: Mapping[str, Any]
+) -> list[CallWorkspace]:
+    """Return the workspace of each call, given with its signature; of equal ones, one is run.
+
+    While a profiler runs on CUDA, nothing can be measured; the user is then warned. Raises UnsupportedError.
+    """
+    if not _measures.get():
+        return [NO_WORKSPACE for _ in signed]
+    with _LOCK, disable_current_modes(), torch.no_grad(), values_made_up():
+        new = {signature: made() for signature, made in signed if signature not in _known}
+        if any(_is_cuda(*of) for of in new.values()) and profiler_enabled():
+            warnings.warn(
+                "a profiler runs while a model is compiled: what its library calls allocate for themselves is not "
+                "planned for",
+                stacklevel=2,
+            )
+        elif new:
+            with torch.random.fork_rng():
+                for signature, of in new.items():
+                    _known[signature] = _measured(*of, namespace)
+    return [_known.get(signature, NO_WORKSPACE) for signature, _ in signed]
+
+
+def _call_of(node: fx.Node) -> tuple[Library, dict[str, Any]]:
+    """Return an op of a graph as a library call, and the values that it reads."""
     given = ", ".join([*map(repr, node.args), *(f"{name}={value!r}" for name, value in node.kwargs.items())])
     call = ast.parse(f"result = torch.ops.{node.target}({given})", mode="exec").body
     assert isinstance(call[0], ast.Assign)
-    return Library(call[0].value, call, [used.name for used in node.all_input_nodes])
+    values = {used.name: used.meta["val"] for used in node.all_input_nodes}
+    return Library(call[0].value, call, list(values)), values
+
+
+def _signature_of(node: fx.Node) -> str:
+    given = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: _like(used.meta["val"]))
+    return f"{torch.get_num_threads()} {node.target} {given}"
+
+
+def _like(value: Any) -> Any:
+    return (*value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
+
+
+def _is_cuda(call: Library, values: Mapping[str, Any]) -> bool:
+    return any(isinstance(value := values[name], Tensor) and value.is_cuda for name in call.uses)
 
 
 def _of_collective(call: Library, values: Mapping[str, Any]) -> int:
@@ -144,30 +175,20 @@ def _signature(call: Library, values: Mapping[str, Any]) -> str:
     return f"{torch.get_num_threads()} {text} {shapes}"
 
 
-def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]) -> list[CallWorkspace]:
-    succeeded: list[int] = []
-    with allocations() as found:
-        # Zeros first; samplers and solvers refuse them, and get definite inputs. Where shapes fit one count of a mask's
-        # elements only, it is some size.
-        parts = count()
-        for call in calls:
-            code = compile(ast.fix_missing_locations(ast.Module(call.lines, [])), "<a library call>", "exec")
-            seeds = _seeds(call, values)
-            for fill in (_zeros, _definite, *_counting(call, values)):
-                try:
-                    given = {name: fill(values[name]) for name in call.uses} | seeds
-                except RuntimeError as error:
-                    raise _not_measured(call, error) from None
-                with found.part():
-                    failure = _failure(code, namespace, given)
-                given.clear()
-                part = next(parts)
-                if failure is None:
-                    succeeded.append(part)
-                    break
-            else:
-                raise _not_measured(call, failure)
-    return [_workspace(found.by_part[part]) for part in succeeded]
+def _measured(call: Library, values: Mapping[str, Any], namespace: Mapping[str, Any]) -> CallWorkspace:
+    # Zeros first; samplers and solvers refuse them, and get definite inputs. Where shapes fit one count of a mask's
+    # elements only, it is some size.
+    code = compile(ast.fix_missing_locations(ast.Module(call.lines, [])), "<a library call>", "exec")
+    seeds = _seeds(call, values)
+    for fill in (_zeros, _definite, *_counting(call, values)):
+        try:
+            given = {name: fill(values[name]) for name in call.uses} | seeds
+        except RuntimeError as error:
+            raise _not_measured(call, error) from None
+        failure, changes = changes_of(partial(_failure, code, namespace, given))
+        if failure is None:
+            return _workspace(changes)
+    raise _not_measured(call, failure)
 
 
 def _workspace(changes: Sequence[int]) -> CallWorkspace:
