@@ -120,6 +120,7 @@ def test_a_loop_has_the_bits_of_plain_pytorch_with_quantised_weights_away(
 ) -> None:
     def away(session: Any) -> int:
         """Return how many bytes of quantised weights the store has; the rest of them is on the device."""
+        session.loop.begin()  # as at each call, to which all of it must not come
         residents = session.loop.state.residency.residents.values()
         return sum(r.spec.nbytes for r in residents if r.away and ".weight" in r.name and "down" not in r.name)
 

@@ -116,7 +116,8 @@ def _opening(kind: type[Tensor]) -> Callable[[Any, str], Any]:
         if isfunction(of) and not name.startswith("__")
     }
 
-    def get(tensor: Any, name: str) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def get(tensor: Any, name: str) -> Any:  # which compiled code calls too
         if name in added:
             _bring(tensor)
             show(tensor)

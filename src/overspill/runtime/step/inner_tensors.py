@@ -17,7 +17,7 @@ from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.storages import has_storage, storage_key
 from overspill.runtime.reachable import tensors_in
 
-from .away import plain_type
+from .away import GUARDS, Away, plain_type
 
 LEAST_BYTES = 1024
 """Smaller attributes stay where they are: tables of levels, offsets."""
@@ -35,12 +35,17 @@ def inner_tensors(parameter: Tensor) -> dict[str, Tensor]:
         return dict(_wrapped(parameter))
     found = {"": parameter}
     if has_storage(parameter):
-        keys = {storage_key(parameter)}
+        keys = {_memory_of(parameter)}
         for path, tensor in tensors_in(vars(parameter)).items():
-            if plain_type(tensor) is Tensor and tensor.nbytes >= LEAST_BYTES and storage_key(tensor) not in keys:
+            if plain_type(tensor) is Tensor and tensor.nbytes >= LEAST_BYTES and _memory_of(tensor) not in keys:
                 found[path] = tensor
-                keys.add(storage_key(tensor))
+                keys.add(_memory_of(tensor))
     return found
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return what tensors over the same memory have in common; one that is away stays there, guarded with the others."""
+    return id(GUARDS.get(id(tensor))) if isinstance(tensor, Away) else storage_key(tensor)
 
 
 def has_own_memory(parameter: Tensor) -> bool:
