@@ -521,6 +521,21 @@ def test_parameters_get_another_dtype(how: str) -> None:
     compare(loop, "60%", how=how)
 
 
+def test_a_parameter_that_gets_another_dtype_before_its_update_is_refused_in_words_of_the_loop() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = overspill.compile(model, budget="130KiB", store="host")
+    for i in range(2):
+        compiled(torch.ones(4, 64)).sum().backward()
+        if i:
+            model[0].weight.data = model[0].weight.data.double()
+            with pytest.raises(RequestError, match=r"next call$"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.long
 def test_dropout_batch_norm_and_evaluation_between() -> None:
     def loop(run: Run) -> None:

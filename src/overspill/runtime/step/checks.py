@@ -31,6 +31,8 @@ INSTEAD = (
     "or overspill.compile, which leaves the optimizer as it is"
 )
 
+AGAIN = "close() this step, then make optimizer and train_step anew for the model as it is"
+
 
 def check_model(
     step: nn.Module, parameters: Mapping[str, nn.Parameter], sharded: Collection[str] = (), *, in_a_loop: bool = False
@@ -227,23 +229,25 @@ def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
 
 def check_same_places(known: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
     """Raise RequestError if a parameter is no longer at its place in the model."""
-    again = "close() this step, then make optimizer and train_step anew for the model as it is"
     if gone := [name for name in known if name not in now]:
-        raise RequestError(f"the model has no parameter {readable(gone[0])} any more; {again}")
+        raise RequestError(f"the model has no parameter {readable(gone[0])} any more; {AGAIN}")
     for name, parameter in now.items():
         if known.get(name) is not parameter:
             at = next((readable(n) for n, p in known.items() if p is parameter), None)
             was = "a new one" if at is None else f"that of {at}"
-            raise RequestError(f"{readable(name)} is not the parameter that the step was made for, but {was}; {again}")
+            raise RequestError(f"{readable(name)} is not the parameter that the step was made for, but {was}; {AGAIN}")
 
 
-def check_unchanged(name: str, now: Spec, known: Spec) -> None:
+def check_unchanged(name: str, now: Spec, known: Spec, *, in_a_loop: bool) -> None:
     """Raise RequestError if the shape, dtype or device of a parameter has changed."""
     if (now.dtype, now.device, now.size) != (known.dtype, known.device, known.size):
-        raise RequestError(
-            f"{readable(name)} was {_brief(known)} and is now {_brief(now)}; "
-            "close() this step, then make optimizer and train_step anew for the model as it is"
-        )
+        changed = f"{readable(name)} was {_brief(known)} and is now {_brief(now)}"
+        if in_a_loop:
+            raise RequestError(
+                f"{changed}, changed between a call of the compiled model and the step of its optimizer; change it "
+                "after optimizer.step(), before the next call"
+            )
+        raise RequestError(f"{changed}; {AGAIN}")
 
 
 def _brief(spec: Spec) -> str:

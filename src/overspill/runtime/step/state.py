@@ -205,7 +205,7 @@ class StepState:
             if known is None:
                 continue
             if not known.away and (now := self.residency.spec_of(tensor)) != known.spec:
-                check_unchanged(name, now, known.spec)
+                check_unchanged(name, now, known.spec, in_a_loop=self.in_a_loop)
                 residents[name] = self.residency.resident_of(name, tensor)
                 self.stale = True
             elif known.tensor is not tensor:  # FSDP has padded it anew
