@@ -41,6 +41,10 @@ no_python_dispatcher = torch._dispatch.python.no_python_dispatcher
 """Context: ops skip kernels registered in Python."""
 no_dispatch = torch.utils._mode_utils.no_dispatch
 """Context: ops skip modes and subclasses."""
+push_mode = torch.utils._python_dispatch._push_mode
+"""Let a mode see ops from now on; torch.compile does not ask whether one does, as it does in its context."""
+pop_mode = torch.utils._python_dispatch._pop_mode
+"""End the last one."""
 disable_current_modes = torch.utils._python_dispatch._disable_current_modes
 """Context: no mode is active."""
 is_traceable_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass

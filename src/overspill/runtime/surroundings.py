@@ -36,6 +36,7 @@ def surroundings_of(
     beside: Sequence[int] = (),
     ends_in_loss: bool = False,
     trained: Container[int] = (),
+    between_bytes: int = 0,
 ) -> Surroundings:
     """Return the device bytes outside the graph `joint` during a training step.
 
@@ -48,6 +49,7 @@ def surroundings_of(
     - `beside`: bytes of each batch on the device other than the model's inputs.
     - `ends_in_loss`: whether no loss outside is made from outputs that the graph makes into a loss itself.
     - `trained`: as in `optimizer_needs`.
+    - `between_bytes`: bytes that other code of the model takes between forward and backward.
     """
     loss = (
         LossOutside.of(joint, beside, ends_in_loss=ends_in_loss)
@@ -65,7 +67,7 @@ def surroundings_of(
     return Surroundings(
         optimizer_state_bytes=needs.state_bytes,
         update_bytes=needs.update_bytes,
-        reserved_bytes=loss.workspace_bytes,
+        reserved_bytes=max(loss.workspace_bytes, between_bytes),
         previous_bytes=loss.previous_bytes,
         accumulates=accumulates,
         clip_bytes=_norm_bytes(p for o in stepping for group in o.param_groups for p in group["params"])

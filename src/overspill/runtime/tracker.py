@@ -32,6 +32,8 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes = 0
         self.watch: Callable[[int, int], None] | None = None
         """Called with a storage's key and bytes when it is counted, and with negative bytes when it is freed."""
+        self.left_out: set[int] = set()
+        """Keys of storages that others count."""
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def add(self, values: Iterable[Any]) -> None:
@@ -53,12 +55,14 @@ class LiveBytes(TorchDispatchMode):
                 yield key, storage.nbytes()
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = key_of(storage), storage.nbytes()
+        key = key_of(storage)
+        nbytes = 0 if key in self.left_out else storage.nbytes()
         if key in self._known:
             return
 
         def died(_: weakref.ref[torch.UntypedStorage]) -> None:
             del self._known[key]
+            self.left_out.discard(key)  # another may get it
             self.live_bytes -= nbytes
             if self.watch is not None:
                 self.watch(key, -nbytes)

@@ -28,9 +28,7 @@ OWNED = 0.6
 """The budget, as a share of the bytes of weights, gradients and optimizer state."""
 
 KNOWN = {
-    "trainer-qlora": OVER,  # what a bfloat16 product takes inside
-    "diffusers-lora": OVER,  # what a convolution's backward takes inside, behind frozen weights
-    "sft-qlora": OVER,  # likewise
+    "sft-qlora": REFUSED  # TRL's loss takes more than that in its backward
 }
 """Loops that do not get their bits within the budget, and what becomes of them."""
 

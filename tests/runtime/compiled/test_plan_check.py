@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overspill
+from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import TensorKind
 from overspill.errors import InfeasibleBudgetError, RequestError, UnplannedError, UnsupportedError
 from overspill.runtime.compiled import backend, plan_check
@@ -42,16 +43,19 @@ def forget_compiled_code() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def train(call: Callable[..., Any], model: nn.Module, sizes: list[int]) -> list[float]:
+def train(
+    call: Callable[..., Any], model: nn.Module, sizes: list[int], around: Callable[[int], Any] | None = None
+) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(1)
     losses = []
-    for size in sizes:
-        optimizer.zero_grad()
-        loss = call(torch.randn(size, 8)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    for step, size in enumerate(sizes):
+        with contextlib.nullcontext() if around is None else around(step):
+            optimizer.zero_grad()
+            loss = call(torch.randn(size, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
     return losses
 
 
@@ -122,6 +126,46 @@ def test_what_a_part_without_a_plan_keeps_is_told_and_set_aside_from_the_second_
     assert train(compiled, model, [4, 4]) == train(plain, plain, [4, 4])
     assert [plan.peak_bytes - 512 for plan in compiled.overspill.plans] == before
     assert compiled.overspill.renewal.is_asked is False
+
+
+class Widens(torch.autograd.Function):
+    """Makes a wide tensor in its backward, and reads a weight there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.weight = weight
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].repeat(256, 1, 1).mean(0) * ctx.weight[0, 0], None  # 64 KiB
+
+
+class Widening(PartlyEager):
+    def __init__(self, *widths: int) -> None:
+        super().__init__(*widths)
+        self.frozen = nn.Parameter(torch.full((32, 32), 2.0), requires_grad=False)  # 4 KiB
+
+    @torch.compiler.disable
+    def middle(self, x: Tensor) -> Tensor:
+        return Widens.apply(x, self.frozen)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def test_what_the_backward_of_such_a_part_takes_is_told_and_counts_from_the_second_step_on() -> None:
+    plain, model = twins(lambda: Widening(8, 16, 8))
+    compiled = overspill.compile(model, budget="32KiB", store="host")
+    with pytest.warns(UserWarning, match=r"Widens.* 6\d\.\d KiB"):
+        assert train(compiled, model, [4]) == train(plain, plain, [4])
+    with pytest.raises(InfeasibleBudget):
+        train(compiled, model, [4])
+    torch._dynamo.reset()
+    with warnings.catch_warnings(), allocations() as found:
+        warnings.simplefilter("ignore")
+        model = Widening(8, 16, 8)
+        compiled = overspill.compile(model, budget="smallest", store="host")
+        train(compiled, model, [4, 4, 4], lambda step: found.part() if step == 2 else contextlib.nullcontext())
+    peak = sum(found.between_parts[0]) + peak_of(found.by_part[0])[0]
+    assert 64 << 10 <= peak <= max(plan.budget_bytes for plan in compiled.overspill.plans)
 
 
 def test_a_budget_without_room_for_what_such_a_part_keeps_is_refused() -> None:

@@ -276,7 +276,7 @@ class _Call:
                     f"torch.compile cannot trace {self._recipe.name} ({what.strip()}, at {line}); "
                     "write that otherwise, or use overspill.train_step"
                 ) from error
-        watch.check(self._recipe.name, before, self.overspill.room_bytes, args, kwargs, result)
+        watch.check(self._recipe.name, before, self.overspill, args, kwargs, result)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

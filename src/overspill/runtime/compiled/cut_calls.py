@@ -114,8 +114,11 @@ class CutCalls:
             one, spec = made[number], self._specs[position]
             if _is_handle(one, spec):
                 made[number] = StoredGradient(engine.view(one, spec.size, spec.stride, spec.dtype), spec, engine)
-            elif self._updated.get(position) in waiting and _owns_memory(one):  # autograd adds the other call's to it
-                made[number] = StoredGradient.of(one, engine)
+            elif waiting and self._updated.get(position, "") in state.residency and _owns_memory(one):
+                made[number] = StoredGradient.of(one, engine)  # to which autograd may add the other call's
+        if waiting:  # other backwards, and code of the user's before them: their plans have room for what is theirs
+            own = [n for n in self._names.values() if n in state.residency and not state.stays(n)]
+            state.gate.alone(lambda: state.residency.send(own, engine))
         if self not in state.latest:
             state.latest.append(self)
         state.is_between = False

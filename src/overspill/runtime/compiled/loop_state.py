@@ -104,6 +104,12 @@ class TensorGuard:
         """Whether the tensor may move: not while somebody has a view of it."""
         return self._name in self._state.residency
 
+    @property
+    def may_leave(self) -> bool:
+        """Whether plans may have the tensor in the store while the user's code runs."""
+        state, name = self._state, self._name
+        return state.in_force and name in state.residency and name not in state.pinned and not state.stays(name)
+
     def resident(self) -> Resident:
         """Return the resident of the tensor."""
         return self._state.residency[self._name]

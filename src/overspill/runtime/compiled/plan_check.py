@@ -12,9 +12,9 @@ import re
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from overspill.pytorch.trees import tree_leaves
 from .double_backward import COMPILED
 from .dynamo_gaps import OF_EAGER, OWN_BACKWARD, PATCHES
 from .renewal import Renewal
+from .unplanned_backward import measure_backward, name_of
 
 MOST_PLANS = 512
 """Most kinds of inputs (shapes above all) of one function; each has a plan of its own."""
@@ -107,18 +108,29 @@ def too_many_kinds() -> UnplannedError:
 _SKIPPED = re.compile(r"frame skipped: .* \((.*) line (\d+)\)")
 
 
+class RoomInPlans(Protocol):
+    """What plans leave free."""
+
+    def room_bytes(self) -> int:
+        """Return the bytes of the budget that every plan leaves free."""
+
+    def between_bytes(self) -> int:
+        """Return the bytes that every plan leaves free between forward and backward."""
+
+
 class PlanCheck:
     """Checks after each call that it ran by plans.
 
     Steps of optimizers are checked by `step_check`.
 
     `graphs_run` and `backwards_run` count runs of planned graphs, forward and backward. `kept_bytes` are the most that
-    ops outside of them keep for backward in a call, which plans set aside.
+    ops outside of them keep for backward in a call, and `taken_bytes` the most that one of them takes in backward:
+    plans set both aside.
     """
 
     def __init__(self, on_unplanned: str, renewal: Renewal) -> None:
         self.graphs_run = self.backwards_run = 0
-        self.kept_bytes = 0
+        self.kept_bytes = self.taken_bytes = 0
         self._renewal = renewal
         self.checks_steps = True
         """Whether each optimizer's steps are checked. A trainer's callback checks them itself."""
@@ -128,13 +140,10 @@ class PlanCheck:
         self._seen: set[Any] = set()
         self._warned: set[str] = set()
 
-    def check(
-        self, model: str, before: int, room_bytes: Callable[[], int], args: Any, kwargs: Any, result: Any
-    ) -> None:
+    def check(self, model: str, before: int, room: RoomInPlans, args: Any, kwargs: Any, result: Any) -> None:
         """Raise UnplannedError, or warn once, if the call ran unplanned.
 
-        `before` is `graphs_run` before the call. `room_bytes` returns the bytes of the budget that the plans leave
-        free.
+        `before` is `graphs_run` before the call.
         """
         # Nothing planned ran at all.
         if self.graphs_run == before:
@@ -148,16 +157,27 @@ class PlanCheck:
             return
         self._seen.add(now)
         # Some ops ran outside the planned graphs: plans are to set aside what these keep for backward.
-        kept = _kept_outside(args, kwargs, result)
-        if (nbytes := sum(kept.values())) > self.kept_bytes + room_bytes():
+        part = f"has a part of {model} that torch.compile does not trace"
+        saved = dict(_saved_outside(args, kwargs, result))
+        kept = {name_of(node) for node, of in saved.items() if of}
+        if (nbytes := sum(t.nbytes for of in saved.values() for t in of)) > self.kept_bytes + room.room_bytes():
             self.kept_bytes = nbytes
-            what = ", ".join(sorted(kept)[:3])
-            self._renewal.begin_rounds()
-            self._renewal.is_asked = False  # what was to be planned anew anyway is no reason to say nothing
-            self._renewal.ask(
-                f"has a part of {model} that torch.compile does not trace ({what}), which keeps "
-                f"{format_bytes(nbytes)} for backward"
-            )
+            self._ask(f"{part} ({', '.join(sorted(kept)[:3])}), which keeps {format_bytes(nbytes)} for backward")
+
+        # What the backwards of these take is known once they have run.
+        def took(name: str, nbytes: int) -> None:
+            if nbytes > self.taken_bytes:
+                self.taken_bytes = nbytes
+                if nbytes > room.between_bytes():
+                    self._ask(f"{part} ({name}), whose backward takes {format_bytes(nbytes)}")
+
+        for node, of in saved.items():
+            measure_backward(node, of, took)
+
+    def _ask(self, what: str) -> None:
+        self._renewal.begin_rounds()
+        self._renewal.is_asked = False  # what was to be planned anew anyway is no reason to say nothing
+        self._renewal.ask(what)
 
     def unplanned_steps(self, optimizer: Optimizer) -> int:
         """Return how many steps in a row, the coming one included, `optimizer` takes with no planned backward before.
@@ -210,29 +230,25 @@ def _computed(args: Any, kwargs: Any, result: Any) -> bool:
     return any(id(tensor) not in given for tensor in _tensors(result))
 
 
-def _kept_outside(args: Any, kwargs: Any, result: Any) -> dict[str, int]:
-    """Return the bytes that ops outside the planned graphs keep for backward, by op name."""
+def _saved_outside(args: Any, kwargs: Any, result: Any) -> Iterator[tuple[Node, list[Tensor]]]:
+    """Yield the nodes of ops outside the planned graphs, with what they save besides parameters and what is given."""
     theirs = {t.untyped_storage().data_ptr() for t in _tensors(args, kwargs, result)}
     # Walk the autograd graph from the result back to the arguments.
     pending = [t.grad_fn for t in _tensors(result) if t.grad_fn is not None]
     seen: set[Node] = {t.grad_fn for t in _tensors(args, kwargs) if t.grad_fn is not None}  # what came before the call
-    found: dict[str, int] = {}
     while pending:
         node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
-        if node.name() != COMPILED and (nbytes := _saved_bytes(node, theirs)):
-            name = node.name().removesuffix("0").removesuffix("Backward")
-            found[name] = found.get(name, 0) + nbytes
+        if node.name() != COMPILED:
+            yield node, [t for t in _saved(node) if t.untyped_storage().data_ptr() not in theirs]
         pending.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
-    return found
 
 
-def _saved_bytes(node: Node, theirs: set[int]) -> int:
-    """Return the bytes of the tensors that `node` saves, without parameters and the caller's storages."""
+def _saved(node: Node) -> list[Tensor]:
+    """Return the tensors that `node` saves, without parameters."""
     saved = [getattr(node, name) for name in dir(node) if name.startswith(SAVED)]
     if hasattr(node, "saved_tensors"):
         saved += node.saved_tensors
-    kept = [t for t in tree_leaves(saved) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
-    return sum(t.nbytes for t in kept if t.untyped_storage().data_ptr() not in theirs)
+    return [t for t in tree_leaves(saved) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from overspill.capture.compiled.graph import REST
-from overspill.core import Verb
+from overspill.core import Phase, Verb
 from overspill.plans.plan import Plan
 
 from .concurrent_plans import Room
@@ -66,3 +66,13 @@ class Planned:
             for i, live in zip(self.plan.schedule.instructions, self.plan.timeline.live_bytes, strict=True)
         )
         return max(each, default=self.plan.peak_bytes)
+
+    @property
+    def between_bytes(self) -> int:
+        """Bytes that it has on the device between forward and backward, without those reserved there."""
+        live = self.plan.timeline.live_bytes
+        for number, instruction in enumerate(self.plan.schedule.instructions):
+            op = self.plan.graph.ops[instruction.target] if instruction.verb is Verb.RUN else None
+            if op is not None and op.phase is not Phase.FORWARD:
+                return live[number] - op.workspace_bytes if op.name == REST else min(live[number - 1 : number + 1])
+        return self.plan.peak_bytes

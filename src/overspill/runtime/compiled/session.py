@@ -196,6 +196,12 @@ class Session(PlannedPeaks):
         last = [p.plan for p in self._plans.planned if not p.frame.broken]
         return aside + min((plan.asked_bytes - plan.needed_bytes for plan in last), default=0)
 
+    def between_bytes(self) -> int:
+        """Return the bytes of the budget that every plan leaves free between forward and backward."""
+        trained = [(p, p.plan) for p in self._plans.planned if p.kind.inputs[0]]
+        most = (plan.asked_bytes - plan.needed_bytes + plan.peak_bytes - p.between_bytes for p, plan in trained)
+        return min(most, default=0)
+
     def move_all(self, latest: Planned) -> None:
         """Let parameters move from now on; calls that wait for their backward keep them on the device."""
         state = self.loop.state
@@ -377,7 +383,7 @@ class Session(PlannedPeaks):
             retained_bytes=self._kept_bytes() + self.watch_calls.kept_bytes + others,
             accumulates=self.accumulates, clips=self.clips,
             beside=self._other_batches(joint, [examples[i] for i in given], examples), ends_in_loss=ends_in_loss,
-            trained=self.followed.trained,
+            trained=self.followed.trained, between_bytes=self.watch_calls.taken_bytes,
         )  # fmt: skip
         # Plan it beside the others.
         problem = GraphProblem(kind, frame, joint, inputs, surroundings, self.options, account, capture, make)

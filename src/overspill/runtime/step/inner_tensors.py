@@ -44,7 +44,7 @@ def inner_tensors(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """Return what tensors over the same memory have in common; one that is away stays there, guarded with the others."""
+    """Return what tensors over the same memory have in common: their storage, or their guard while they are away."""
     return id(GUARDS.get(id(tensor))) if isinstance(tensor, Away) else storage_key(tensor)
 
 
