@@ -156,7 +156,7 @@ def test_what_the_backward_of_such_a_part_takes_is_told_and_counts_from_the_seco
     compiled = overspill.compile(model, budget="32KiB", store="host")
     with pytest.warns(UserWarning, match=r"Widens.* 6\d\.\d KiB"):
         assert train(compiled, model, [4]) == train(plain, plain, [4])
-    with pytest.raises(InfeasibleBudget):
+    with pytest.raises(InfeasibleBudgetError):
         train(compiled, model, [4])
     torch._dynamo.reset()
     with warnings.catch_warnings(), allocations() as found:
