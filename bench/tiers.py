@@ -2,6 +2,7 @@
 
     python bench/tiers.py [--jobs 1b-full,…] [--gpus rtx4090,…] [--effort 0.2] [--json FILE]
     python bench/tiers.py --read bench/results/tiers.json
+    python bench/tiers.py --measured    # what updates on the host cost here (tiers_measured.py)
 
 All is simulated on the GPU named, in one simulator: the step as PyTorch captures it, with every block checkpointed. A
 rule is what a system does with all of it, written as a schedule: what it keeps on the GPU, what it fetches how far
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import torch
 from paired import json_record
+from tiers_measured import shown, updates_in_turn
 
 from overspill.core import Device, Graph, Phase, Schedule, TensorKind, Verb
 from overspill.core.errors import OverspillError
@@ -318,7 +320,11 @@ def main() -> None:
     parser.add_argument("--effort", type=float, default=0.2, help="share of the planner's usual effort")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the record to write; rows of others stay in it")
     parser.add_argument("--read", type=Path, metavar="FILE", help="print the table of a record, and run nothing")
+    parser.add_argument("--measured", action="store_true", help="measure updates on the host here instead, in turns")
     arguments = parser.parse_args()
+    if arguments.measured:
+        print(shown(updates_in_turn()))
+        return
     names, gpus = arguments.jobs.split(","), arguments.gpus.split(",")
     if unknown := [name for name in names if name not in JOBS]:
         parser.error(f"no job is called {unknown[0]}; there are {', '.join(JOBS)}")
