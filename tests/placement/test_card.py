@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect
 from collections import Counter
@@ -28,12 +29,14 @@ from overspill.planning.effort import EFFORT
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
 from overspill.plans.fit import (
+    EFFORT_GAIN,
     FIRST_EFFORT,
     FROM_FLOOR,
     GRID,
     TRIES,
     UPWARDS,
     Fit,
+    _Search,
     fit,
     least_of,
     on_grid,
@@ -81,6 +84,27 @@ def test_no_larger_plan_is_looked_for_where_the_least_takes_far_more_than_the_ro
 
     assert Fit(make, Doubling(DEVICE), DEVICE.context_bytes + room)._fastest(on_host=False) is None
     assert (min(asked), len(asked)) == (1000, 1 + larger)
+
+
+@pytest.mark.parametrize(("most_seconds", "thorough"), [(math.inf, 1 + UPWARDS), (1.5, 0), (1.9, UPWARDS)])
+def test_with_all_effort_plans_are_made_that_may_be_fast_enough_and_no_others(
+    most_seconds: float, thorough: int
+) -> None:
+    made = []
+
+    def make(live: int, effort: float) -> Any:
+        made.append((live, effort))
+        graph = SimpleNamespace(tensors=(), ops=())
+        return SimpleNamespace(
+            peak_bytes=live, taken_bytes=2 * live, graph=graph, slowdown=2.0, step_seconds=4000 / live
+        )
+
+    found = _Search(make, Doubling(DEVICE), 4000, 1.0, on_host=False).fastest(most_seconds)
+    assert found is None or found.taken_bytes <= 4000
+    asked = [live for live, effort in made if effort == 1]
+    assert len(asked) == thorough
+    quick = [live for live, effort in made if effort < 1]
+    assert not any(4000 / live > EFFORT_GAIN * most_seconds and live >= one for live in quick for one in asked)
 
 
 def test_a_budget_below_the_fewest_live_bytes_is_refused_after_one_plan_and_what_the_error_names_works() -> None:

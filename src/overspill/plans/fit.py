@@ -52,6 +52,8 @@ MANY_OPS = 1000
 """Of a step with more ops, whose plans take seconds each, a plan that is NEAR is not improved."""
 LOOSE = 1.05
 """Share of its live bytes that a placed plan may take before another way to place is tried too, if it is not NEAR."""
+EFFORT_GAIN = 1.03
+"""The most by which all of the effort is expected to speed a plan up, where only one that is fast enough counts."""
 GAIN = 1.01
 """Nor if the step takes at most so many times as long as with all of the budget for live bytes."""
 
@@ -224,7 +226,13 @@ class _Search:
                 self.from_floor()
         elif (found := self._at(low, self._little)).slowdown > (NEAR if len(found.graph.ops) > MANY_OPS else 1):
             more = 0 if self.account.is_steady else UPWARDS
-            first, *_ = self._at_all([low, *(live for live in islice(upwards_from(low), more) if live <= self._bytes)])
+            # With no more bytes than a plan that is far too slow, none is fast enough.
+            slow = (live for (live, _), plan in self._tried.items() if plan.step_seconds > EFFORT_GAIN * most_seconds)
+            fewest = max(slow, default=0)
+            near = [low, *(live for live in islice(upwards_from(low), more) if live <= self._bytes)]
+            if not (near := [live for live in near if live > fewest]):
+                return None
+            first, *_ = self._at_all(near)
             if self.account.is_steady and (excess := first.taken_bytes - self._bytes) > 0 and low > excess:
                 self._at(low - excess, self._full)
         # In the order of live bytes, because threads add them in any.
