@@ -36,6 +36,9 @@ def plan(
     batch: int | None = None,
     whole_step: bool = False,
     update: str = "device",
+    store: str | None = None,
+    host_budget: str | int | None = None,
+    disk_bandwidth: str | None = None,
     placement: str | None = None,
     times: MeasuredTimes | None = None,
     backend: str = "eager",
@@ -61,6 +64,9 @@ def plan(
         whole_step: Whether parameters, gradients and optimizer state may move too, as in `overspill.train_step`.
         update: Where the optimizer's updates run: `"device"`; `"host"`, all that can; or `"auto"`, wherever the step is
             faster (docs/howto/state_in_host_memory.md).
+        store: `host+disk` or `pinned+disk` for a disk below host memory, as for `overspill.train_step`.
+        host_budget: Host memory for that store.
+        disk_bandwidth: The rates of its disk.
         placement: An allocator or solver within whose peak the plan must stay.
         times: Op times that were measured on the device, in place of estimates.
         backend: `inductor`: the step as `torch.compile` runs it, from the program that Inductor writes for the CPU.
@@ -82,8 +88,9 @@ def plan(
 
     policy = with_update(policy, update)
     options = Options(
-        budget, policy, device=_device(device), placement=placement, times=times, backend=backend, whole_step=whole_step
-    )
+        budget, policy, store, device=_device(device), placement=placement, times=times, backend=backend,
+        whole_step=whole_step, host_budget=host_budget, disk_bandwidth=disk_bandwidth,
+    )  # fmt: skip
     return preview(_job(build, inputs, loss, batch, optimizer, how), options, software_named(torch, cuda))
 
 

@@ -80,6 +80,20 @@ SnapshotFile = Annotated[
     Path | None, optional("FILE", "Save allocations, as .pickle, for PyTorch's memory_viz.", "--snapshot")
 ]
 TimesFile = Annotated[Path | None, optional("FILE", "Op times to plan with, measured by `train --profile`.", "--times")]
+StoreName = Annotated[
+    str | None,
+    optional(
+        "NAME",
+        "Where bytes go: disk, host or pinned; host+disk or pinned+disk.  [default: disk; on CUDA pinned]",
+        autocompletion=complete.constants("disk", "host", "host+disk", "pinned", "pinned+disk"),
+    ),
+]
+HostBudget = Annotated[
+    str | None, optional("SIZE", "Host memory of the store host+disk or pinned+disk.  [default: 9/10 of what is free]")
+]
+DiskBandwidth = Annotated[
+    str | None, optional("RATE", "Rates of its disk: 7GB/s, 7GB/s,5GB/s for reads and writes, or nvme-pcie4.")
+]
 StoreDir = Annotated[Path | None, optional("DIR", "Folder of the disk store.  [default: the temporary one]")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -18,13 +18,16 @@ from .common import (
     AsJson,
     Backend,
     Budget,
+    DiskBandwidth,
     Gpu,
+    HostBudget,
     Outcome,
     PlacerName,
     PlanFile,
     PolicyName,
     ReportFile,
     SnapshotFile,
+    StoreName,
     TimesFile,
     TraceFile,
     Update,
@@ -72,6 +75,9 @@ def plan(
     gpu: Gpu = None,
     whole_step: WholeStep = False,
     update: Update = "device",
+    store: StoreName = None,
+    host_budget: HostBudget = None,
+    disk_bandwidth: DiskBandwidth = None,
     backend: Backend = "eager",
     out: PlanFile = None,
     report: ReportFile = None,
@@ -118,8 +124,9 @@ def plan(
         measured = None if times is None else MeasuredTimes.load(times)
         software = software_named(torch, cuda)
         options = Options(
-            limit, policy, device=device, times=measured, placement=placement, whole_step=whole_step, backend=backend
-        )
+            limit, policy, store, device=device, times=measured, placement=placement, whole_step=whole_step,
+            backend=backend, host_budget=host_budget, disk_bandwidth=disk_bandwidth,
+        )  # fmt: skip
         if more is not None:
             job = replace(job, batch=largest_batch(job, options, software, 1 + more))
         title = f"{job.titled} on {device.name}, policy {policy}{job.manner(whole_step=whole_step)}"
@@ -166,7 +173,11 @@ def _feasible(
         "feasible": made.fits_device,
         "offloaded_bytes": made.offloaded_bytes,
         "stored_bytes": sum(stored_by_kind(made).values()),
-        "host_bytes": store_bytes(made),
+        "host_bytes": store_bytes(made) if made.tiers is None else made.tiers.host_peak_bytes,
+        "disk_bytes": 0 if made.tiers is None else made.tiers.disk_bytes,
+        "disk_written_bytes": made.disk_written_bytes,
+        "disk_read_bytes": made.disk_read_bytes,
+        "disk_seconds": made.timeline.disk_seconds,
         "model_on_host": made.model_on_host,
         "recomputed_flops": made.recomputed_flops,
         "recomputed_ops": made.recomputed_ops,
@@ -220,7 +231,8 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudgetError, title: st
     """
     unknown = (
         "least_bytes", "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes",
-        "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes", "host_bytes", "model_on_host",
+        "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes", "host_bytes", "disk_bytes",
+        "disk_written_bytes", "disk_read_bytes", "disk_seconds", "model_on_host",
         "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds",
         "gap", "exposed_transfer_seconds", "communication_seconds", "exposed_communication_seconds",
         "recomputing_seconds", "plan_seconds",

@@ -17,6 +17,8 @@ from .common import (
     AsJson,
     Backend,
     Budget,
+    DiskBandwidth,
+    HostBudget,
     Narrator,
     Outcome,
     PlacerName,
@@ -25,6 +27,7 @@ from .common import (
     ReportFile,
     SnapshotFile,
     StoreDir,
+    StoreName,
     TimesFile,
     TraceFile,
     Update,
@@ -49,14 +52,6 @@ if TYPE_CHECKING:
 DIFFERS = 1
 
 Steps = Annotated[int, typer.Option(min=1, help="How many steps to train.")]
-StoreName = Annotated[
-    str | None,
-    optional(
-        "NAME",
-        "Where bytes go: disk, host or pinned.  [default: disk; on CUDA pinned]",
-        autocompletion=complete.constants("disk", "host", "pinned"),
-    ),
-]
 Check = Annotated[bool, typer.Option("--check", help="Run plainly too, and compare all numbers bit by bit.")]
 Checksum = Annotated[bool, typer.Option("--checksum", help="Check that bytes come back unchanged (on the CPU).")]
 Partition = Annotated[
@@ -84,6 +79,8 @@ def train(
     steps: Steps = 3,
     store: StoreName = None,
     store_dir: StoreDir = None,
+    host_budget: HostBudget = None,
+    disk_bandwidth: DiskBandwidth = None,
     check: Check = False,
     checksum: Checksum = False,
     backend: Backend = "eager",
@@ -122,6 +119,8 @@ def train(
             policy=policy,
             store=store,
             store_dir=store_dir,
+            host_budget=host_budget,
+            disk_bandwidth=disk_bandwidth,
             backend=backend,
             partition=partition,
             times=None if times is None else MeasuredTimes.load(times),
@@ -178,7 +177,7 @@ def _try_store(options: Options, device: str) -> None:
 
     from overspill.runtime.transfer.registry import make_store
 
-    make_store(options.store, torch.device(device), options.store_dir).close()
+    make_store(options.store, torch.device(device), options.store_dir, options.host_bytes).close()
 
 
 def run_training(
@@ -274,6 +273,8 @@ def _answer(trained: Trained) -> dict[str, Any]:
         "reserved_peak_bytes": run.reserved_peak_bytes,
         "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,
         "offloaded_bytes": run.offloaded_bytes,
+        "disk_written_bytes": plan.disk_written_bytes,
+        "disk_read_bytes": plan.disk_read_bytes,
         "stored_bytes": trained.stored_bytes,
         "recomputed_flops": plan.recomputed_flops,
         "recomputed_ops": plan.recomputed_ops,

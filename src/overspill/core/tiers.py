@@ -32,7 +32,7 @@ class Tiers(Saved):
 
     host_budget_bytes: int
     host_peak_bytes: int
-    """The most that copies take of host memory."""
+    """The most that copies take of host memory; over the budget if those in use at once do."""
     start_bytes: int
     """What they take at the start of each step."""
     disk_bytes: int
@@ -42,6 +42,11 @@ class Tiers(Saved):
     stays: tuple[DiskStay, ...] = ()
     ends: tuple[tuple[int, int], ...] = ()
     """Instructions at which a copy is needed no more, each with its tensor."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether host memory is large enough for copies that are in use at once."""
+        return self.host_peak_bytes <= self.host_budget_bytes
 
     @property
     def written(self) -> tuple[int, ...]:

@@ -164,6 +164,15 @@ class Plan(Reportable):
         """Bytes that come back in one step."""
         return sum(self.graph.tensors[t].nbytes for t in self.schedule.targets(Verb.PREFETCH))
 
+    def check_host(self) -> None:
+        """Raise RequestError if the store's host memory is too small for the plan."""
+        if self.tiers is not None and not self.tiers.fits:
+            least = self.tiers.host_peak_bytes
+            raise RequestError(
+                f"host_budget={format_bytes(self.tiers.host_budget_bytes)} is too small: copies on their way to the "
+                f'device or back take {format_bytes(least)} of host memory at once; host_budget="{least}B" would do'
+            )
+
     @property
     def disk_written_bytes(self) -> int:
         """Bytes that one step writes to a disk below host memory, in whole pages."""
@@ -245,14 +254,11 @@ def make_plan(
 def tiers_of(
     graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float]
 ) -> tuple[Tiers | None, Timeline]:
-    """Return the checked tiers of `schedule` on `device`, if its store has a disk below, and its timeline.
-
-    Raises RequestError if host memory is too small.
-    """
+    """Return the checked tiers of `schedule` on `device`, if its store has a disk below, and its timeline."""
     tiers, timeline = with_tiers(
         graph, schedule, device, lambda tiers: simulate(graph, schedule, device, seconds, tiers)
     )
-    if tiers is not None:
+    if tiers is not None and tiers.fits:
         check_tiers(graph, schedule, tiers)
     return tiers, timeline
 

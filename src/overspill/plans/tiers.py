@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -19,8 +19,6 @@ import numpy as np
 
 from overspill.bounds.linear_program import LinearProgram
 from overspill.core import Device, DiskStay, Graph, Schedule, Tiers, Timeline, Verb
-from overspill.core.errors import RequestError
-from overspill.core.units import format_bytes
 
 PAGE_BYTES = 4096
 """A copy takes whole pages of host memory and of the disk."""
@@ -58,13 +56,16 @@ def with_tiers(
 ) -> tuple[Tiers | None, Timeline]:
     """Return the fastest tiers found for `schedule` on `device`, and the timeline with them.
 
-    They are None where the device's store has no disk below. `simulate` returns the timeline with given tiers. Raises
-    RequestError if host memory is too small for any.
+    They are None where the device's store has no disk below. `simulate` returns the timeline with given tiers.
     """
     timeline = simulate(None)
     if not device.host_bytes:
         return None, timeline
     ring, clock = _Ring(graph, schedule, device), timeline.clock_seconds
+    if not (unplanned := ring.unplanned()).fits:
+        rates = device.disk_read_bytes_per_second, device.disk_write_bytes_per_second
+        worst = sum(unplanned.disk_bytes / rate for rate in rates)  # as if each copy were waited for
+        return unplanned, replace(timeline, step_seconds=timeline.step_seconds + worst)
     found: dict[Tiers, Timeline] = {}
     for earliness in EARLINESS:
         tiers = ring.tiers(clock, earliness)
@@ -89,7 +90,6 @@ class _Ring:
         for copy in self.copies:
             for begin, end in self._life(copy):
                 self.held[begin:end] += copy.nbytes
-        self._check_uses()
 
     def _life(self, copy: _Copy) -> list[tuple[int, int]]:
         """Return the spans of instructions in which a copy exists."""
@@ -134,16 +134,18 @@ class _Ring:
     def _most(self, held: np.ndarray, begin: int, end: int) -> int:
         return max(int(held[span].max(initial=0)) for span in self._spans(begin, end))
 
-    def _check_uses(self) -> None:
-        """Raise RequestError if what is in use at once takes more than the budget."""
+    @property
+    def in_use_bytes(self) -> int:
+        """The most that copies in use at once take."""
         used = self.held.copy()
         for gap in self.gaps:
             self._add(used, gap.begin, gap.end, -gap.nbytes)
-        if (least := int(used.max(initial=0))) > self.budget:
-            raise RequestError(
-                f"host_budget={format_bytes(self.budget)} is too small: copies on their way to the device or back take "
-                f'{format_bytes(least)} of host memory at once; host_budget="{least}B" would do for this plan'
-            )
+        return int(used.max(initial=0))
+
+    def unplanned(self) -> Tiers:
+        """Return the tiers of copies that host memory is too small for: what goes to the disk follows from the run."""
+        whole = sum(copy.nbytes for copy in self.copies)
+        return Tiers(self.budget, self.in_use_bytes, start_bytes=0, disk_bytes=whole, least_moved_bytes=0)
 
     def tiers(self, clock_seconds: Sequence[float], earliness: float) -> Tiers:
         """Return the stays on the disk, by the times at which instructions end."""

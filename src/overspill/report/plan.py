@@ -25,6 +25,9 @@ from .page.step import reserved_by, step
 
 SHOWN_TENSORS = 5
 
+LIMITING = 0.9
+"""The share of a step from which on the disk below the store limits it."""
+
 
 def plan_page(
     plan: Plan,
@@ -67,6 +70,9 @@ def _in_python(plan: Plan, *, inductor: bool) -> tuple[PasteLine, ...]:
     size = f"{rounded}MiB" if plan.needed_bytes <= rounded << 20 else f"{plan.asked_bytes}B"
     policy = plan.schedule.policy
     others = ("" if policy == Auto.name else f', policy="{policy}"') + (', backend="inductor"' if inductor else "")
+    if plan.tiers is not None:
+        store = "host+disk" if plan.device.kind == "cpu" else "pinned+disk"
+        others += f', store="{store}", host_budget="{plan.tiers.host_budget_bytes}B"'
     if plan.model_on_host:
         others += ', device="cuda"'
     lines = [PasteLine(CALLED, "First of all, before CUDA is used:")] if plan.pool == LIVE else []
@@ -100,10 +106,34 @@ def plan_verdict(plan: Plan, least_bytes: int | None = None) -> Verdict:
             Figure("slowdown", f"{plan.slowdown:.3f}",
                 f"simulated: {format_seconds(plan.step_seconds)} a step, {format_seconds(plan.in_core_seconds)} "
                 "without a plan"),
-            Figure("host memory", format_bytes(store_bytes(plan)), f"{moved} the device in each step"),
+            *store_figures(plan, f"{moved} the device in each step"),
             *again,
         ),
     )  # fmt: skip
+
+
+def store_figures(plan: Plan, moved: str) -> list[Figure]:
+    """Return what the store takes of host memory, and of a disk below it."""
+    tiers = plan.tiers
+    if tiers is None:
+        return [Figure("host memory", format_bytes(store_bytes(plan)), moved)]
+    read, written, busy = plan.disk_read_bytes, plan.disk_written_bytes, plan.timeline.disk_seconds
+    figures = [
+        Figure("host memory", format_bytes(tiers.host_peak_bytes),
+            f"of {format_bytes(tiers.host_budget_bytes)}; {moved}"),
+        Figure("disk", format_bytes(tiers.disk_bytes),
+            f"each step writes {format_bytes(written)} and reads {format_bytes(read)}, in {format_seconds(busy)}"),
+    ]  # fmt: skip
+    if written:
+        figures.append(Figure("wear of the disk", format_bytes(1000 * written), "written in 1000 steps"))
+    if busy > LIMITING * plan.step_seconds:
+        figures.append(
+            Figure(
+                "limited by", "the disk",
+                f"a faster one, a second one, or --host-budget {format_bytes(store_bytes(plan))} for no disk at all",
+            )
+        )  # fmt: skip
+    return figures
 
 
 def _sides(plan: Plan, placer: str | None, placed: Placed | None) -> Table:
@@ -129,6 +159,13 @@ def _rows(plan: Plan, placer: str | None, placed: Placed | None) -> Iterator[tup
     yield "to the store and back", moved, nothing
     if taken := store_bytes(plan):
         yield "  of host memory or disk", format_bytes(taken), ""
+    if plan.tiers is not None:
+        yield "  of host memory", format_bytes(plan.tiers.host_peak_bytes), ""
+        yield "  of the disk", format_bytes(plan.tiers.disk_bytes), ""
+        written = f"{format_bytes(plan.disk_written_bytes)} and {format_bytes(plan.disk_read_bytes)}"
+        yield "    written and read", written, ""
+        least = f"{format_bytes(plan.tiers.least_moved_bytes)} in all"
+        yield "    lower bound by relaxation", least, ""
     # Simulated times, and the lower bound.
     yield "simulated step", format_seconds(plan.step_seconds), format_seconds(plan.in_core_seconds)
     bound = f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {percent(plan.gap, 1)} more)"

@@ -138,10 +138,24 @@ def _verdict(trained: Trained) -> Verdict:
         Figure("planned peak", format_bytes(run.planned_peak_bytes)),
         _unmanaged(trained),
         Figure("offloaded each step", format_bytes(run.offloaded_bytes), f"to the {trained.options.store} store"),
+        *_disk(trained),
         Figure("usual step", format_seconds(usual_step_seconds(run)), f"measured, {usual_steps(run)}"),
         *_slowdown(trained),
     )  # fmt: skip
     return Verdict(text, good, figures)
+
+
+def _disk(trained: Trained) -> list[Figure]:
+    """Return what each step writes to the disk below host memory, and reads, if there is one."""
+    plan = trained.plan
+    if plan.tiers is None:
+        return []
+    text = f"of {format_bytes(plan.tiers.host_budget_bytes)}, {format_bytes(plan.tiers.disk_bytes)} on the disk"
+    written = f"and {format_bytes(plan.disk_read_bytes)} read"
+    return [
+        Figure("host memory", format_bytes(plan.tiers.host_peak_bytes), text),
+        Figure("written to the disk each step", format_bytes(plan.disk_written_bytes), written),
+    ]
 
 
 def _slowdown(trained: Trained) -> list[Figure]:

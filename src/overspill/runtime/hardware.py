@@ -178,6 +178,11 @@ def with_disk(device: Device, options: Options) -> Device:
     """Return `device` with the host memory and the disk of the store, if that has both."""
     if options.host_bytes is None:
         return device
+    if device.index == ABSENT and options.host_budget is None:
+        raise RequestError(
+            f"store={options.store!r} for {device.name}, which is not here: say how much host memory the store may "
+            'take in its machine, as host_budget="48GiB"'
+        )
     read, write = device.disk_read_bytes_per_second, device.disk_write_bytes_per_second
     if options.disk_rates is not None:
         read, write = options.disk_rates

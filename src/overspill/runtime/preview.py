@@ -87,6 +87,7 @@ class JobStep:
                 self.options.whole_step or isinstance(self.job.model, Script)
             )
             raise error.with_help(split_update(error)) if by_calls and stays else error from None
+        plan.check_host()
         if not self.options.whole_step or self.job.parallel is not None or not runs_here or self.options.profile:
             return plan
         return gathered(self.captures.of(plan.graph), plan, self.account.measured)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.plans.test_tiers import named_bytes
 from tests.runtime.step.whole_steps import Mlp, Pair, batch_for, cross_entropy, differences, made
 from torch import nn
 
@@ -46,6 +46,13 @@ def store_of(pair: Pair) -> HostDiskStore:
     assert pair.step.engine is not None
     assert isinstance(pair.step.engine.store, HostDiskStore)
     return pair.step.engine.store
+
+
+def named_bytes(error: RequestError) -> int:
+    """The host budget that an error says would do."""
+    found = re.search(r'host_budget="(\d+)B" would do', str(error))
+    assert found is not None
+    return int(found[1])
 
 
 def settle(store: HostDiskStore) -> None:

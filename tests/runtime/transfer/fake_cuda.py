@@ -17,6 +17,12 @@ class FakeEvent:
     def __init__(self, stream: FakeStream) -> None:
         self.stream = stream
 
+    def query(self) -> bool:
+        return self not in self.stream.queue
+
+    def synchronize(self) -> None:
+        self.stream.run_until(self)
+
 
 class FakeStream:
     """A queue of work that is carried out when another stream waits for it, which is as late as CUDA may."""

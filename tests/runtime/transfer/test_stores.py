@@ -308,7 +308,7 @@ def test_a_store_is_made_by_name_or_by_default(name: str | None, device: torch.d
 @pytest.mark.parametrize(
     ("name", "device", "directory", "message"),
     [
-        ("tape", CPU, None, "unknown store 'tape'. Stores: disk, host, host+disk, pinned"),
+        ("tape", CPU, None, "unknown store 'tape'. Stores: disk, host, host+disk, pinned, pinned+disk"),
         ("host", CPU, ".", "--store-dir is for the disk store, not for 'host'"),
         (None, CUDA, ".", "--store-dir is for the disk store"),
         ("pinned", CPU, None, "use --store disk or --store host or --store host+disk"),

@@ -10,17 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.transfer.test_stores import read, some_bytes
+from tests.runtime.transfer.fake_cuda import FakeCuda
+from tests.runtime.transfer.test_stores import FakePages, read, some_bytes
+from torch import Tensor
 
 from overspill.core.errors import RequestError, StoreError
 from overspill.runtime.transfer.registry import make_store
-from overspill.runtime.transfer.stores import PAGE_BYTES
-from overspill.runtime.transfer.tiers import FreeMemory, HostDiskStore, HostPiece, TieredSlot
+from overspill.runtime.transfer.stores import PAGE_BYTES, Slot
+from overspill.runtime.transfer.tiers import (
+    FreeMemory,
+    HostDiskStore,
+    HostPiece,
+    PinnedDiskStore,
+    TieredLane,
+    TieredSlot,
+    TieredStore,
+)
 
 CPU = torch.device("cpu")
 
 
-def filled(store: HostDiskStore, count: int, pages: int = 2) -> list[TieredSlot]:
+def filled(store: TieredStore, count: int, pages: int = 2) -> list[TieredSlot]:
     slots = [store.allocate(pages * PAGE_BYTES) for _ in range(count)]
     for seed, slot in enumerate(slots):
         store.write(slot, some_bytes(pages * PAGE_BYTES, seed))
@@ -118,6 +128,45 @@ def test_what_is_written_where_a_slot_is_shown_is_kept(tmp_path: Path) -> None:
     filled(store, 4)
     assert bool((read(store, slots[0], slots[0].nbytes) == 7).all())
     store.close()
+
+
+class LateLane(TieredLane):
+    """A lane whose copies run only when somebody waits for them, which is as late as CUDA may."""
+
+    def _copied(self, slot: Slot, memory: Tensor) -> None:
+        pieces = list(self._pieces)
+
+        def run() -> None:
+            self._pieces = pieces
+            super(LateLane, self)._copied(slot, memory)
+
+        self._streams.current.queue.append(run)
+
+
+def test_a_gpu_s_copies_are_done_before_their_host_memory_is_another_s(tmp_path: Path) -> None:
+    store, cuda = PinnedDiskStore(tmp_path, 6 * PAGE_BYTES), FakeCuda()
+    store._pages = store._held.pages = FakePages()
+    outward, inward = (LateLane(store, CPU, outward=way, streams=cuda) for way in (True, False))
+    nbytes = 2 * PAGE_BYTES
+    sources = [some_bytes(nbytes, seed) for seed in range(8)]
+    slots = [store.allocate(nbytes) for _ in sources]
+    for slot, source in zip(slots, sources, strict=True):
+        outward.submit(slot, source.untyped_storage())
+    for _ in range(2):
+        store.to_disk(slots[7])
+        targets = [torch.zeros(nbytes, dtype=torch.uint8) for _ in sources]
+        for slot, target in zip(slots, targets, strict=True):
+            inward.submit(slot, target.untyped_storage())
+        store.release(store.allocate(nbytes))
+        inward.drain()
+        assert all(map(torch.equal, targets, sources))
+    assert store.host_bytes == 6 * PAGE_BYTES
+    inward.submit(slots[0], targets[0].untyped_storage())
+    for slot in slots:  # with a copy under way
+        store.release(slot)
+    assert torch.equal(read(store, filled(store, 3)[0], nbytes), some_bytes(nbytes, 0))
+    store.close()
+    assert store._pages.locked == {}
 
 
 def test_copies_of_any_sizes_fit_in_pieces() -> None:

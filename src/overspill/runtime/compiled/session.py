@@ -422,6 +422,7 @@ class Session(PlannedPeaks):
         """Return the number of the transfer engine, with store space for the bytes that `plan` offloads."""
         if device.type == "cpu":
             suit_heap(plan.unmanaged_peak_bytes)
+        plan.check_host()
         needed, kinds = store_bytes(plan), {p.device.type for p in self.followed.parameters}
         if not needed and kinds and device.type not in kinds:  # of the host's numbers, beside a model on a GPU
             return 0

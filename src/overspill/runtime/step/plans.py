@@ -407,6 +407,7 @@ class StepPlans:
     def _lowered(self, found: FoundStep, plan: Plan, kept_in_store: frozenset[str] | None, number: int) -> Compiled:
         """Return the captured step by a plan of its graph that all processes know as `number`."""
         # Reserve the store.
+        plan.check_host()
         captured = found.steps.of(plan.graph)
         names = (*found.takes, *self._captures.state_of(captured))
         if self.state.where.type == "cpu":

@@ -8,11 +8,10 @@ from overspill.core.errors import RequestError
 from overspill.core.registry import Registry
 
 from .stores import DiskStore, HostStore, PinnedStore, Store
-from .tiers import Directories, HostDiskStore, TieredStore, directories_of
+from .tiers import Directories, HostDiskStore, PinnedDiskStore, TieredStore, directories_of
 
-STORES: Registry[type[Store]] = Registry(
-    "store", "stores", {store.name: store for store in (DiskStore, HostStore, HostDiskStore, PinnedStore)}
-)
+_OWN = (DiskStore, HostStore, HostDiskStore, PinnedStore, PinnedDiskStore)
+STORES: Registry[type[Store]] = Registry("store", "stores", {store.name: store for store in _OWN})
 _USUAL = {"cpu": DiskStore.name, "cuda": PinnedStore.name}
 
 

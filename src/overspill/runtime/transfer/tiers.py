@@ -22,7 +22,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -30,11 +30,13 @@ from torch import Tensor, UntypedStorage
 from overspill.core import Tiers
 from overspill.core.errors import RequestError, StoreError
 from overspill.core.units import format_bytes
+from overspill.runtime import accelerator
 
 from . import host_memory
-from .lanes import CLOSED, HeldSlot, Slot, ThreadLane, Ticket
-from .stores import PAGE_BYTES, DiskStore, HostStore, memory_of, whole_pages
+from .lanes import CLOSED, HeldSlot, Lane, Noted, Slot, StreamLane, ThreadLane, Ticket
+from .stores import PAGE_BYTES, DiskStore, HostStore, PinnedStore, memory_of, whole_pages
 
+S = TypeVar("S", bound="TieredStore")
 Directories = str | Path | Sequence[str | Path] | None
 """One directory for each drive."""
 _LOOK_AGAIN_SECONDS = 0.5
@@ -108,6 +110,8 @@ class _SlotState:
     """Copies under way that need its host memory."""
     shown: int = 0
     """Tensors of the host over its place on the drive, by which anybody may write."""
+    events: list[Any] = field(default_factory=list)
+    """Ends of a GPU's copies from and to its host memory."""
     version: int = 0
     """How often it was written."""
     writing: Ticket | None = None
@@ -146,6 +150,7 @@ class TieredStore(HostStore):
         self._numbers: list[int] = []
         self._next_number = itertools.count()
         self._waiting: list[Any] = []
+        self._cooling: list[TieredSlot] = []  # released, with copies of a GPU under way
         self._hidden: deque[TieredSlot] = deque()  # of which a tensor over the memory has died
         self._urgent = 0
         self._closed = False
@@ -203,6 +208,9 @@ class TieredStore(HostStore):
         self._wake()
 
     def _take_back(self) -> None:
+        cooling, self._cooling = self._cooling, []
+        for slot in cooling:
+            self._dispose(slot)
         while self._hidden:
             slot = self._hidden.popleft()
             slot.state.shown -= 1
@@ -218,6 +226,9 @@ class TieredStore(HostStore):
         """Give back all of a released slot that nobody uses any more."""
         state = slot.state
         if not state.is_released or state.users or state.is_gone:
+            return
+        if self._is_busy(slot):
+            self._cooling.append(slot)
             return
         state.is_gone = True
         self._drop(slot)
@@ -282,7 +293,10 @@ class TieredStore(HostStore):
                 self._grow_to(min(self.host_budget_bytes, max(2 * self.host_bytes, self.host_bytes + nbytes)))
                 continue
             leaving = self._leaving(must=must or self._urgent > 0)
-            if leaving is None:
+            busy = self._cooling[0] if self._cooling else leaving
+            if busy is not None and self._is_busy(busy):
+                self._settle(busy)
+            elif leaving is None:
                 self._wait()
             elif leaving.state.is_on_disk:
                 self._drop(leaving)
@@ -325,6 +339,9 @@ class TieredStore(HostStore):
         """Get the slot's bytes into host memory, and keep them there; `to_fill` takes memory without its bytes."""
         self._check_open()
         state = slot.state
+        if state.shown and not to_fill and not state.users and state.pieces is not None:
+            self._settle(slot)  # it may have changed where it is shown
+            self._forget_if_shown(slot)
         while state.pieces is None or state.reading is not None:
             if to_fill and state.reading is None:
                 pieces = self._space(slot.nbytes, must=True)
@@ -383,7 +400,8 @@ class TieredStore(HostStore):
             pieces, place, version = state.pieces, state.place, state.version
         try:
             if pieces is not None and place is not None and not state.is_released:
-                self._settle(slot)
+                with self._lock:
+                    self._settle(slot)
                 self._drives[state.drive].write_pieces(place, self._views(pieces))
                 with self._lock:
                     state.is_on_disk = state.version == version
@@ -418,8 +436,22 @@ class TieredStore(HostStore):
                 state.reading = None
                 self._leave(slot)
 
+    def _is_busy(self, slot: TieredSlot) -> bool:
+        """Return whether copies of a GPU from or to the host memory of `slot` may be under way."""
+        events = slot.state.events
+        while events and events[0].query():
+            events.pop(0)
+        return bool(events)
+
     def _settle(self, slot: TieredSlot) -> None:
-        """Wait for copies of the device from and to the host memory of `slot`."""
+        """Wait for these copies, with the store's lock given back."""
+        events = list(slot.state.events)
+        self._lock.release()
+        try:
+            for event in events:
+                event.synchronize()
+        finally:
+            self._lock.acquire()
 
     def _views(self, pieces: Sequence[HostPiece]) -> list[memoryview]:
         return [memory_of(self._chunks[p.chunk][p.offset : p.offset + p.nbytes]) for p in pieces]
@@ -493,7 +525,7 @@ class TieredStore(HostStore):
 
     def _forget_if_shown(self, slot: TieredSlot) -> None:
         """Drop the host memory of a slot that anybody may change where it is shown."""
-        if slot.state.shown and not slot.state.users:
+        if slot.state.shown and not slot.state.users and not self._is_busy(slot):
             self._drop(slot)
 
     def _hide(self, slot: TieredSlot) -> None:
@@ -519,7 +551,7 @@ class _Holds:
         self._kept = kept
 
 
-def _of(store: weakref.ref[TieredStore]) -> TieredStore:
+def _of(store: weakref.ref[S]) -> S:
     if (alive := store()) is None:
         raise StoreError(CLOSED)
     return alive
@@ -543,3 +575,70 @@ class HostDiskStore(TieredStore):
     """Pageable host memory up to a budget, and a disk below it."""
 
     name = "host+disk"
+
+
+class PinnedDiskStore(TieredStore, PinnedStore):
+    """Page-locked host memory for CUDA up to a budget, and a disk below it.
+
+    The host waits where a copy is not in host memory, or has no space there; a GPU has the work that was given to it
+    before. Host memory that a copy of the GPU uses is given to another slot once that copy is done.
+    """
+
+    name = "pinned+disk"
+
+    def lanes(self, device: torch.device) -> tuple[Lane, Lane]:
+        """Return two streams of `device`, one each way."""
+        lanes = TieredLane(self, device, outward=True), TieredLane(self, device, outward=False)
+        self._streams += [lane.stream for lane in lanes]
+        return lanes
+
+    def begin(self, slot: Slot, *, outward: bool) -> list[Tensor]:
+        """Get the slot's host memory for a copy that leaves the device, or comes back; return its pieces."""
+        assert isinstance(slot, TieredSlot)
+        with self._lock:
+            self._enter(slot, to_fill=outward)
+            if outward:
+                slot.state.is_on_disk = False
+                slot.state.version += 1
+            pieces = slot.state.pieces or ()
+            return [self._chunks[piece.chunk][piece.offset : piece.offset + piece.nbytes] for piece in pieces]
+
+    def end(self, slot: Slot, event: Any) -> None:
+        """Let the slot's host memory go once the `event` at the end of the copy is done."""
+        assert isinstance(slot, TieredSlot)
+        with self._lock:
+            if event is not None:
+                slot.state.events.append(event)
+            self._leave(slot)
+
+
+class TieredLane(StreamLane):
+    """A stream for copies from or to the host memory of a store with a disk below it."""
+
+    def __init__(
+        self, store: PinnedDiskStore, device: torch.device, *, outward: bool, streams: Any = accelerator
+    ) -> None:
+        super().__init__(device, self._copied, streams)
+        self._store = weakref.ref(store)
+        self._outward = outward
+        self._pieces: list[Tensor] = []
+
+    def submit(self, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
+        """Enqueue the copy after the compute stream's work so far, once the slot has its host memory."""
+        store, event = _of(self._store), None
+        self._pieces = store.begin(slot, outward=self._outward)
+        try:
+            ticket = super().submit(slot, memory, noted)
+            event = self.stream.record_event()
+        finally:
+            self._pieces = []
+            store.end(slot, event)
+        return ticket
+
+    def _copied(self, _slot: Slot, memory: Tensor) -> None:
+        begin = 0
+        for piece in self._pieces:
+            there = memory[begin : begin + piece.numel()]
+            here = piece[: there.numel()]
+            (here if self._outward else there).copy_(there if self._outward else here, non_blocking=True)
+            begin += piece.numel()
