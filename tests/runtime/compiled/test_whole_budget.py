@@ -389,6 +389,29 @@ def test_a_weight_that_is_away_takes_the_values_of_another_that_is_away() -> Non
     compare(loop)
 
 
+@pytest.mark.parametrize("how", ["copies", "reads", "asks", "leaves"])
+def test_what_the_loops_own_code_leaves_beyond_the_budget_is_told_once(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As SAM does, which copies all weights into the optimizer's state between two calls of the model."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    compiled = overspill.compile(model, budget="150KiB", store="host")
+    for _ in range(4):
+        compiled(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in model.parameters() if how in ("copies", "reads") else ():
+            values = parameter.detach().clone()
+            if how == "copies":
+                optimizer.state[parameter]["old"] = values
+        if how == "asks":
+            compiled.overspill.synchronize()
+    told = [r.getMessage() for r in caplog.records if "own code" in r.getMessage()]
+    assert len(told) == (how == "copies")
+    assert all("old 97.5 KiB" in text for text in told)
+
+
 def test_steps_by_a_closure() -> None:
     def loop(run: Run) -> None:
         _, compiled, optimizer = begin(run)

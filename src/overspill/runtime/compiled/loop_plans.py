@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from overspill.capture.compiled.joint import JointGraph, input_of, storages
 from overspill.capture.compiled.whole_step import GradientOps, ParameterUpdate, StateInfo
 from overspill.core import TensorKind
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.core.units import format_apart, format_bytes
 from overspill.policies import policy_named
 from overspill.policies.auto.host_updates import DEVICE, HOST
 from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
@@ -57,6 +59,7 @@ class LoopPlans:
         """Whether each update is to be on the host: a plan with parameters on the device is none then."""
         self.from_host_to: torch.device | None = None
         """The device of models that begin in host memory."""
+        self._told = False
         self._followed = followed
         self._signature: list[Any] = []
         self._places: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()
@@ -115,6 +118,29 @@ class LoopPlans:
         changed = state.stale or before != self._signature
         state.stale = False
         return changed
+
+    def tell_of_more_than(self, budget_bytes: int) -> None:
+        """Log once if the loop's own code has left more than the budget on the device, before a call of a model."""
+        state = self.state
+        if self._told or state is None or not state.in_force or state.was_asked:
+            return
+        there = state.there()
+        if (total := sum(there.values())) <= budget_bytes:
+            return
+        self._told = True
+        kinds = Counter[str]()
+        for name, nbytes in there.items():
+            owner = next((n for n in state.parameters if name.startswith(f"{n}.")), name)
+            kinds["weights" if owner == name else name.removeprefix(f"{owner}.")] += nbytes
+        what = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds.most_common(4))
+        taken, budget = format_apart(total, budget_bytes)
+        _LOG.warning(
+            "the loop's own code has left %s on the device (%s), more than the budget of %s: that holds for calls of "
+            "the model and for optimizer.step() alone",
+            taken,
+            what,
+            budget,
+        )
 
     def captures(
         self,

@@ -220,6 +220,8 @@ class LoopState(StepState):
     """Parameters of a compiled model by name, and the state that optimizers have of them."""
 
     in_a_loop = True
+    was_asked = False
+    """Whether the user has asked for all of it on the device, until the next forward."""
 
     def __init__(
         self,
@@ -318,6 +320,21 @@ class LoopState(StepState):
         optimizer.register_state_dict_post_hook(of_store)
         optimizer.register_load_state_dict_post_hook(loaded)
 
+    def there(self) -> dict[str, int]:
+        """Return the bytes of parameters, gradients and optimizer state that are on the device, by name."""
+        residents = self.residency.residents
+        found = {name: of.spec.nbytes for name, of in residents.items() if not (of.away or of.on_host)}
+        for name, parameter in self.parameters.items():
+            if name not in residents:
+                found[name] = parameter.nbytes
+            if (gradient := parameter.grad) is not None and not isinstance(gradient, StoredGradient):
+                found[f"{name}.grad"] = gradient.nbytes
+        for name, owned in self.owned.items():
+            for path, value in owned.content.items():  # what the loop itself has put there
+                if isinstance(value, Tensor) and path not in owned.leaves and not isinstance(value, Away):
+                    found[f"{name}.{path}"] = value.nbytes
+        return found
+
     def check_whole(self) -> None:
         """Raise OverspillError behind an update that an error has stopped."""
         if self.is_torn or (self.engine is not None and self.engine.updates.has_failed):
@@ -370,6 +387,7 @@ class LoopState(StepState):
     def begin(self) -> None:
         """Notice what the user has changed, before a forward."""
         self.end_reads()
+        self.was_asked = False
         if self.left and not self.reads_unseen and self.drops_gradients is not False:
             read = any(gradient.was_read for gradient in self.left)
             self.drops_gradients = not read and all(self.parameters[name].grad is None for name in self.owned)

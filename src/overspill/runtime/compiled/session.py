@@ -232,6 +232,7 @@ class Session(PlannedPeaks):
         """Bring all parameters and optimizer state back to the device, until the next call."""
         if (state := self.loop.state) is not None:
             state.gate.alone(state.synchronize)
+            state.was_asked = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -321,6 +322,8 @@ class Session(PlannedPeaks):
         if self.loop.begin():
             self.renewal.is_asked = True
             self.renewal.begin_rounds()
+        elif self.plans and not self.renewal.is_asked:
+            self.loop.tell_of_more_than(max(plan.budget_bytes for plan in self.plans))
         if self.loop.from_host_to is not None and self.loop.state is None:
             self.loop.begin_on_host(*self._engine_on(self.loop.from_host_to))
         is_due = self.renewal.is_due(len(self.pending))
