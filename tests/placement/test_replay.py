@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from overspill.core import Block, Trace
 from overspill.core.errors import OutOfMemoryError, RequestError
 from overspill.placement import ALLOCATE, FREE, TRY, CachingConfig, Events, layout_of, minimum_capacity, replay
+from overspill.placement.allocators.planned import PlannedAllocator
 from overspill.placement.events import EMPTY
 from overspill.placement.simulated_device import PAGE_BYTES
 from overspill_papers.placement import BfcConfig
@@ -255,3 +256,39 @@ def test_the_peak_of_requests_leaves_elastic_blocks_out(rows: list[tuple[int, in
             live[block] = nbytes if action == ALLOCATE else 0
         peak = max(peak, sum(live.values()))
     assert Events.from_rows(events).peak_requested_bytes == peak
+
+
+@pytest.mark.parametrize("mebibytes", [100, 130, 400])
+@given(
+    steps=st.lists(st.lists(st.sampled_from([0, 700, MIB, 30 * MIB, 60 * MIB]), max_size=12), min_size=2, max_size=4)
+)
+@relaxed
+def test_steps_are_served_as_they_are_call_by_call(mebibytes: int, steps: list[list[int]]) -> None:
+    def rows(step: list[int]) -> list[tuple[int, int, int]]:
+        """The first half of the blocks is free before the second comes."""
+        blocks = [*enumerate(step)]
+        first, second = blocks[: len(step) // 2], blocks[len(step) // 2 :]
+        made = [[(ALLOCATE, i, size) for i, size in half] for half in (first, second)]
+        freed = [[(FREE, i, 0) for i, _ in half] for half in (first, second)]
+        return [*made[0], *freed[0], (EMPTY, 100, 0), *made[1], *freed[1]]
+
+    at_once, one_by_one = (PlannedAllocator(capacity_bytes=mebibytes * MIB) for _ in range(2))
+    retries: list[int] | None = []
+    try:
+        for step in steps:
+            addresses = {}
+            for action, block, nbytes in rows(step):
+                if action == ALLOCATE:
+                    addresses[block] = one_by_one.allocate(nbytes)
+                elif action == FREE:
+                    one_by_one.free(addresses[block])
+                else:
+                    one_by_one.empty_cache()
+            one_by_one.mark_step()
+            retries.append(one_by_one.retries)
+    except OutOfMemoryError:
+        retries = None
+    assert at_once.serve_steps(map(rows, steps)) == retries
+    assert (at_once.counts, at_once.reserved, at_once.segment_log) == (
+        one_by_one.counts, one_by_one.reserved, one_by_one.segment_log,
+    )  # fmt: skip

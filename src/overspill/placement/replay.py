@@ -128,23 +128,8 @@ def replay_in_steps(allocator: NativeAllocator, events: Events, ends: Sequence[i
 
     None: memory ran out. No event is elastic.
     """
-    live: dict[int, int] = {}
-    found: list[int] = []
     rows = [*zip(events.action.tolist(), events.block.tolist(), events.nbytes.tolist(), strict=True)]
-    for start, end in pairwise((0, *ends)):
-        for action, block, nbytes in rows[start:end]:
-            if action == FREE:
-                allocator.free(live.pop(block))
-            elif action == EMPTY:
-                allocator.empty_cache()
-            else:
-                try:
-                    live[block] = allocator.allocate(nbytes)
-                except OutOfMemoryError:
-                    return None
-        allocator.mark_step()
-        found.append(allocator.retries)
-    return found
+    return allocator.serve_steps(rows[start:end] for start, end in pairwise((0, *ends)))
 
 
 def _figures(allocator: Allocator, request_bytes: int | None) -> list[int]:
