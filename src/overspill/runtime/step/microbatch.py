@@ -108,6 +108,7 @@ class MicrobatchRunner:
         while apart:  # one at a time, for the memory that they are parts of is free when the last has left
             residency.send({apart.pop()} & residency.residents.keys(), engine)
         sent = residency.send(compiled.at(Place.STORE) | compiled.kept_in_store | idle, engine)
+        self._make_space(compiled, engine)
         if sent and self._state.where.type == "cpu":
             give_back()  # a model may have been built where the heap keeps what it frees
         places = compiled.plan.places
@@ -115,6 +116,15 @@ class MicrobatchRunner:
         both = compiled.at(Place.BOTH)
         settle(self._state.residency, self._plans.arena, nbytes, compiled.between, engine, self._state.where, both)
         compiled.borrowed(self._state.residency).bring(engine)
+
+    def _make_space(self, compiled: Compiled, engine: TransferEngine) -> None:
+        """Let state that only a later micro-batch uses go on to the disk, if host memory does not hold it too."""
+        if (tiers := compiled.plan.tiers) is None:
+            return
+        kept = [self._state.residency[name] for name in compiled.kept_in_store]
+        if tiers.host_peak_bytes + sum(resident.spec.nbytes for resident in kept) > tiers.host_budget_bytes:
+            for handle in (resident.handle for resident in kept if resident.handle is not None):
+                engine.to_disk(handle)
 
     def _check_room_for_hooks(self, call: StepCall, compiled: Compiled) -> None:
         """Raise UnsupportedError if step post-hooks need more than the budget.
