@@ -39,8 +39,8 @@ MUTATIONS = (
     Mutation(
         "the engine does not wait for a prefetch",
         "runtime/transfer/engine.py",
-        "(ticket or self._inward.submit(stored.slot, storage, self._noted(Verb.PREFETCH))).wait()",
-        "(ticket or self._inward.submit(stored.slot, storage, self._noted(Verb.PREFETCH)))",
+        "(ticket or self._read(stored, storage)).wait()",
+        "(ticket or self._read(stored, storage))",
         ("tests/runtime/transfer", "tests/runtime/compiled"),
     ),
     Mutation(
