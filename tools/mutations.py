@@ -44,6 +44,20 @@ MUTATIONS = (
         ("tests/runtime/transfer", "tests/runtime/compiled"),
     ),
     Mutation(
+        "a prefetch does not wait for the update on the host that writes it",
+        "runtime/transfer/engine.py",
+        "if (updating := stored.update_under_way()) is not None:\n            return",
+        "if (updating := None) is not None:\n            return",
+        ("tests/runtime/step/test_host_updates.py",),
+    ),
+    Mutation(
+        "updates on the host go by the settings of later",
+        "runtime/step/host_updates.py",
+        "{of: as_of_now(of.optimizer) for of in optimizers if of.groups}",
+        "{of: of.optimizer for of in optimizers if of.groups}",
+        ("tests/runtime/step/test_host_updates.py", "tests/runtime/compiled/test_host_updates.py"),
+    ),
+    Mutation(
         "a wrong free: the checker lets a caller's tensor go",
         "simulate/check.py",
         "if not tensor.movable:",

@@ -15,6 +15,7 @@ from overspill.placement.allocators.caching import CachingAllocator
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import check_placer
 from overspill.policies import Policy, policy_named
+from overspill.policies.auto.host_updates import DEVICE, HOST
 
 from .transfer.registry import STORES, has_tiers
 from .transfer.tiers import Directories, default_host_bytes
@@ -121,6 +122,11 @@ class Options:
     def disk_rates(self) -> tuple[float, float] | None:
         """Bytes a second that the disk below the store reads and writes; None: those of the device's host."""
         return None if self.disk_bandwidth is None else rates_of(self.disk_bandwidth)
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether each update that can is to run on the host."""
+        return getattr(policy_named(self.policy), "update", DEVICE) == HOST
 
     @property
     def in_pieces(self) -> bool:

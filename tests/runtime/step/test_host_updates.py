@@ -8,8 +8,11 @@ from threading import Event, current_thread
 from typing import Any
 
 import pytest
-from tests.runtime.step.whole_steps import OPTIMIZERS, Cnn, Lm, Mlp, Pair
+import torch
+from tests.runtime.step.whole_steps import OPTIMIZERS, Cnn, Lm, Mlp, Pair, batch_for, cross_entropy
+from torch import nn
 
+import overspill
 from overspill.core import Verb
 from overspill.core.errors import RequestError, StoreError
 from overspill.runtime.step.updates import OptimizerUpdates
@@ -191,3 +194,36 @@ def test_whoever_reads_gets_the_error_of_an_update(watched: Watched) -> None:
     with pytest.raises(StoreError, match="no memory"):
         pair.model.state_dict()
     pair.step.close()
+
+
+def test_updates_that_cannot_be_on_the_host_are_named() -> None:
+    """A weight whose elements have gaps between them does not move."""
+    model = Mlp()
+    model.middle[0].weight = nn.Parameter(model.middle[0].weight.detach().repeat(2, 1)[::2])
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = overspill.train_step(model, cross_entropy, optimizer, budget="70%", store="host", update="host")
+    with pytest.warns(UserWarning, match="0.weight stay"):
+        step(*batch_for(model))
+    assert step.plans[0].schedule.counts[Verb.RUN_ON_HOST] == 7
+
+
+class Coupled(torch.optim.Optimizer):
+    """An optimizer of one's own, which updates parameters by the norm of all gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([p.grad.norm() for p in given]).norm()
+        for p in given:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            p.sub_(mean.mul_(0.9).add_(p.grad / (1 + total)), alpha=self.param_groups[0]["lr"])
+
+
+def test_an_optimizer_of_ones_own_that_updates_all_at_once() -> None:
+    pair = Pair(make_optimizer=Coupled, options={"policy": "auto", "update": "host", "budget": "80%"})
+    pair.train(4)
+    assert pair.step.plans[0].schedule.counts[Verb.RUN_ON_HOST] == 1
+    pair.assert_same()

@@ -103,9 +103,12 @@ class Captured:
         """What forward returns to the caller."""
         return self.joint.forward_outputs
 
-    def updated_by(self, op: int) -> int:
-        """Return the position among the inputs of the parameter that an update is of."""
-        return self.joint.primals.index(self.nodes[op].args[0])
+    def updated_by(self, ops: Iterable[int]) -> list[int]:
+        """Return the positions among the inputs of the parameters that these updates are of."""
+        given = {argument for op in ops for argument in self.nodes[op].args}
+        found = ((at, node) for at, node in enumerate(self.joint.primals) if node in given)
+        kinds = ((at, self.graph.tensors[self.tensor_of[storages(node)[0]]].kind) for at, node in found)
+        return [at for at, kind in kinds if kind is TensorKind.PARAMETER]
 
     def moves(self, primal: fx.Node) -> bool:
         """Return whether the input `primal` may be in the store between two ops."""

@@ -25,6 +25,7 @@ from overspill.runtime.optimizer_step import is_own
 from overspill.runtime.recording.instrument import instrumented
 from overspill.runtime.recording.recorder import RunRecorder
 from overspill.runtime.step.borrowed import Borrowed
+from overspill.runtime.step.host_updates import tell_of_others
 from overspill.runtime.step.parameter_state import ParameterState
 from overspill.runtime.step.residency import Spec, is_dense, readable
 from overspill.runtime.transfer.engine import TransferEngine
@@ -37,7 +38,7 @@ class CutCalls:
     """The stretches of one planned graph: forward, backward and update. `state` has its residents.
 
     `residents` are their names by tensor, `owners` the names of parameters by their position among the inputs, and
-    `on_host` the updates that the host does.
+    `on_host` those that the host updates, which are to be all if `on_host_alone`.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class CutCalls:
         residents: dict[int, str],
         owners: dict[int, str],
         on_host: Iterable[int] = (),
+        *,
+        on_host_alone: bool = False,
     ) -> None:
         self._graph = captured.graph
         self._state_now = weakref.ref(state)
@@ -71,8 +74,10 @@ class CutCalls:
         """Residents among the inputs of forward, by position."""
         self._owned = {name: state.owned[name] for name in self._updated.values()}
         """What the planned updates are of."""
-        self._on_host = [owners[captured.updated_by(op)] for op in on_host]
+        self._on_host = [owners[position] for position in on_host]
         """The parameters that the host updates."""
+        if on_host_alone:
+            tell_of_others(self._on_host, self._updated.values())
 
     @property
     def _state(self) -> LoopState:

@@ -249,7 +249,8 @@ class GraphCompiler:
             if not state.in_force:
                 assert self.planned is not None
                 self.session.move_all(self.planned)
-            self.calls = self._calls_of(captured, stretches, plan.schedule.targets(Verb.RUN_ON_HOST))
+            on_host = captured.updated_by(plan.schedule.targets(Verb.RUN_ON_HOST))
+            self.calls = self._calls_of(captured, stretches, on_host)
             for node, example in zip(self.module.graph.find_nodes(op="placeholder"), self.examples, strict=True):
                 if isinstance(example, nn.Parameter) and (source := getattr(node, SOURCE, None)) is not None:
                     install_guard(source.make_guard(same_object))  # one code may be of several layers
@@ -261,7 +262,8 @@ class GraphCompiler:
     ) -> CutCalls:
         loop = self.session.loop
         assert loop.state is not None
-        return CutCalls(captured, stretches, loop.state, *loop.names(captured, self.parameters), on_host)
+        names, alone = loop.names(captured, self.parameters), loop.updates_on_host and len(stretches) > 2
+        return CutCalls(captured, stretches, loop.state, *names, on_host, on_host_alone=alone)
 
     def _if_only_loss(self, joint: JointGraph, plan: Callable[[], T]) -> T:
         """Return the result of `plan`, tried a second time if the budget is infeasible.

@@ -22,8 +22,6 @@ from overspill.capture.compiled.whole_step import GradientOps, ParameterUpdate, 
 from overspill.core import TensorKind
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.core.units import format_apart, format_bytes
-from overspill.policies import policy_named
-from overspill.policies.auto.host_updates import DEVICE, HOST
 from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
 from overspill.pytorch.dynamo import forget_numpy_inputs, same_object
 from overspill.pytorch.fake_tensors import FakeTensorMode
@@ -55,7 +53,7 @@ class LoopPlans:
         """Why parameters stay on the device, if they do."""
         if self.may_move and options.placement == PLANNED:
             self.may_move, self.why_not = False, "placement='planned' has no addresses for them; leave it out"
-        self.updates_on_host = getattr(policy_named(options.policy), "update", DEVICE) == HOST
+        self.updates_on_host = options.updates_on_host
         """Whether each update is to be on the host: a plan with parameters on the device is none then."""
         self.from_host_to: torch.device | None = None
         """The device of models that begin in host memory."""

@@ -8,7 +8,8 @@ waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from torch.optim import Optimizer
 from overspill.core.errors import UnsupportedError
 from overspill.runtime.optimizer_step import as_of_now
 from overspill.runtime.transfer.host_lane import HostLane
+
+from .residency import readable
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,16 @@ def counts_on(device: torch.device, group: Mapping[str, Any], rest: Mapping[str,
         for value in rest.values():
             if isinstance(value, Tensor) and value.device.type == "cpu":
                 value.data = value.data.to(device)
+
+
+def tell_of_others(on_host: Collection[str], updated: Iterable[str]) -> None:
+    """Warn of parameters whose updates were to be on the host, and are on the device."""
+    if others := [readable(name) for name in updated if name not in on_host]:
+        warnings.warn(
+            f'update="host": {", ".join(others)} stay on the device, with their updates: they, their state or their '
+            "gradients cannot move",
+            stacklevel=2,
+        )
 
 
 def _check(optimizer: Optimizer) -> None:

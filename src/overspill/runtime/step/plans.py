@@ -45,6 +45,7 @@ from .borrowed import Borrowed
 from .captures import FoundStep, StepCaptures
 from .from_host import held_bytes
 from .gathered import gathered
+from .host_updates import tell_of_others
 from .python_state import PythonState
 from .residency import Residency, bring_for_others
 from .results import Results
@@ -434,6 +435,9 @@ class StepPlans:
             if captured.moves(node)
         }
         outside = tuple(found.known.outside)
+        on_host = tuple(str(names[at]) for at in captured.updated_by(plan.schedule.targets(Verb.RUN_ON_HOST)))
+        if kept_in_store is None and self.options.updates_on_host:
+            tell_of_others(on_host, [str(names[u.parameter]) for u in captured.updates])
         written = captured.joint.mutated_storages
         changed = (n for node, n in zip(primals, names, strict=True) if not written.isdisjoint(storages(node)))
         return Compiled(
@@ -448,7 +452,7 @@ class StepPlans:
             found.known.settled(),
             outside,
             captured.partition,
-            tuple(str(names[captured.updated_by(op)]) for op in plan.schedule.targets(Verb.RUN_ON_HOST)),
+            on_host,
         )  # fmt: skip
 
     def _idle(self, names: Iterable[str | int], plan: Plan) -> tuple[str, ...]:
