@@ -116,6 +116,25 @@ def test_gradients_are_added_up_and_read_behind_the_step() -> None:
     compare(loop)
 
 
+def test_a_step_of_some_parameters_that_no_plan_is_of(held: Held) -> None:
+    def loop(run: Run) -> None:
+        model, compiled, optimizer = begin(run)
+        for i in range(5):
+            loss = loss_of(compiled, i)
+            loss.backward()
+            if i % 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                model[2].weight.grad = None
+            held.ran.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.see(loss, *model.state_dict().values())
+            if run.session is not None:
+                assert len(held.ran) == 12 - i % 2
+
+    compare(loop)
+
+
 @pytest.mark.parametrize("name", ["adamw", "fused"])
 def test_steps_that_a_scaler_skips(name: str) -> None:
     """A fused optimizer has the scale, and skips the step itself."""

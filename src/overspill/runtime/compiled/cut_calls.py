@@ -310,8 +310,9 @@ def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]
             gradient = parameter.grad
             assert gradient is not None
             done.append((parameter, gradient))
-            with gradient.read() if isinstance(gradient, StoredGradient) else nullcontext(gradient) as lent:
-                _update_one(state, state.owned[name], lent)
+            if not _update_one_on_host(state, state.owned[name], gradient):
+                with gradient.read() if isinstance(gradient, StoredGradient) else nullcontext(gradient) as lent:
+                    _update_one(state, state.owned[name], lent)
             parameter.grad = None
             if isinstance(gradient, StoredGradient):
                 state.leave(gradient)
@@ -322,6 +323,29 @@ def update(state: LoopState, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]
         state.arm()
     state.is_torn = False
     return done
+
+
+def _update_one_on_host(state: LoopState, owned: ParameterState, gradient: Tensor) -> bool:
+    """Start the update of one parameter on the host, if updates are to be there and it can; return whether it does."""
+    engine, names = state.engine, [owned.name, *(f"{owned.name}.{path}" for path in owned.leaves)]
+    assert engine is not None
+    if not state.updates_on_host or not all(n in state.residency and not state.stays(n) for n in names):
+        return False
+    state.residency.send(names, engine)
+    kept = gradient if isinstance(gradient, StoredGradient) and gradient.is_stored else _stored(gradient, engine)
+    lent, owned.factors = kept.lend()
+    written = [handle for name in names if (handle := state.residency[name].handle) is not None]
+
+    def run(data: Tensor, *given: Tensor) -> None:
+        *leaves, of = given
+        owned.run(data, of, None, *leaves)
+
+    state.begin_updates([owned.name])
+    engine.update(readable(owned.name), run, [*written, lent], written)
+    engine.end_step()
+    state.updates_begun([owned.name])
+    owned.factors = ()
+    return True
 
 
 def _update_one(state: LoopState, owned: ParameterState, gradient: Tensor) -> None:

@@ -244,6 +244,7 @@ class LoopPlans:
                 self.state.take_hold()  # plans that were found with it have its updates
             else:
                 self.state = LoopState(named, optimizers, self.from_host_to)
+                self.state.updates_on_host = self.updates_on_host
         except (RequestError, UnsupportedError) as error:
             self.why_not, self.state = str(error), None
             return None

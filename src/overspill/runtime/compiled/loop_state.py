@@ -242,8 +242,8 @@ class LoopState(StepState):
         self.updates: tuple[LoopUpdates, ...]
         updates = [LoopUpdates(o) for o in optimizers]
         super().__init__(StepLoss(held, None), updates, from_host_to=from_host_to, allow_untrained=True)
-        self.in_force = False
-        """Whether a plan moves its tensors."""
+        self.in_force = self.updates_on_host = False
+        """Whether a plan moves its tensors, and whether all updates that can are to be on the host."""
         self.drops_gradients: bool | None = None
         """Whether the loop has dropped all gradients whenever a forward began; None before any step."""
         self.reads_unseen = False
