@@ -69,7 +69,7 @@ def test_an_optimizer(optimizer: str) -> None:
     ],
 )
 def test_a_model(model: type, gradients: dict[str, Any]) -> None:
-    pair = pair_on_host(model, gradients=gradients, options={"store": "disk", "checksum": True})
+    pair = pair_on_host(model, gradients=gradients, options={"store": "disk", "checksum": True, "budget": "90%"})
     pair.train(3)
     assert sum(plan.schedule.counts[Verb.RUN_ON_HOST] for plan in pair.step.plans) > 4
     pair.assert_same()
