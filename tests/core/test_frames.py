@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from resource import RUSAGE_SELF, getrusage
 
 import pytest
 
 from overspill.core import Frame, Graph, LayerType, Op, Phase
 from overspill.core.frames import FrameTable, source_of, stack_of
+from overspill.core.garbage import deep_calls
 
 MAIN = Frame("train.py", 9, "main")
 FORWARD = Frame("nets/model.py", 42, "forward", 0)
@@ -71,3 +73,20 @@ def test_a_graph_with_lines_survives_json_and_one_saved_before_there_were_any_ha
 def test_thousands_of_ops_share_their_stacks_in_a_file(graph: Graph) -> None:
     many = replace(graph, ops=tuple(replace(graph.ops[0], id=i) for i in range(5000)))
     assert len(many.to_json()) - len(many.without_frames().to_json()) < 5000 * len("1") + 1000
+
+
+def _leaf(a: int) -> int:
+    b = c = d = e = f = g = a
+    return b + c + d + e + f + g
+
+
+def _deep(depth: int) -> int:
+    if depth:
+        return _deep(depth - 1) + 0
+    return sum(_leaf(a) for a in range(2000))
+
+
+def test_no_depth_of_calls_makes_python_map_memory_again_and_again() -> None:
+    begun = getrusage(RUSAGE_SELF).ru_minflt
+    deep_calls(lambda: [_deep(depth) for depth in range(200)])()
+    assert getrusage(RUSAGE_SELF).ru_minflt - begun < 1000

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from overspill.capture.layers import readable_path
 from overspill.core import TensorKind
 from overspill.core.errors import OverspillError
+from overspill.core.garbage import deep_calls
 from overspill.pytorch.aot import aot_autograd
 from overspill.pytorch.dynamo import dynamo_config, reset_dynamo
 
@@ -54,6 +55,7 @@ class _Traced(BaseException):
     """Raised to end Dynamo's or AOTAutograd's work once it has made a graph; Dynamo would catch an Exception."""
 
 
+@deep_calls
 def dynamo_graph(step: Callable[..., Any], batch: Sequence[Any]) -> DynamoGraph | None:
     """Return the graph of `step(*batch)`, or None if it has no ops.
 
@@ -73,6 +75,7 @@ def dynamo_graph(step: Callable[..., Any], batch: Sequence[Any]) -> DynamoGraph 
     return found[0] if found else None
 
 
+@deep_calls
 def trace(step: nn.Module, batch: tuple[Tensor, ...]) -> JointOfStep:
     """Return the joint graph of one training step; `step(*batch)` returns the loss.
 
