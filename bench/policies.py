@@ -135,7 +135,7 @@ def _in_pools(model: str, batch: int, gpu: str) -> Iterator[Case]:
         budget = int(share * peak)
         # No pool holds a step in less than its live bytes: most of those that do not fit are found at once.
         room = budget - step.account.context_bytes
-        able = [p for p in PAPERS if _slowdown(with_fastest, device, p, room, seconds) is not None]
+        able = [p for p in PAPERS if room > 0 and _slowdown(with_fastest, device, p, room, seconds) is not None]
         if not able:
             continue
         rows = {
@@ -239,10 +239,13 @@ def run(names: list[str], gpus: list[str], processes: int, papers: Recorded, *, 
         turns = {name: at % len(gpus) for at, name in enumerate(BATCHES)}
         jobs = [(name, [gpus[turns[name]]] if pools else gpus) for name in names]
         asked = [pool.submit(cases, name, BATCHES[name], on, papers, pools=pools) for name, on in jobs]
-        for done in as_completed(asked):
-            found += done.result()
-            print("\n".join(map(spell, done.result())), flush=True)
-            yield found
+        try:
+            for done in as_completed(asked):
+                found += done.result()
+                print("\n".join(map(spell, done.result())), flush=True)
+                yield found
+        finally:  # after an error none begins
+            pool.shutdown(cancel_futures=True)
 
 
 def main() -> None:
