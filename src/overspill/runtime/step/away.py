@@ -44,19 +44,8 @@ class Away(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.detach and (shown := _shown(args[0])) is not None:
-            return shown
-        if function is Tensor.copy_ and isinstance(args[0], Away) and _overwritten(*args, **(kwargs or {})):
-            return args[0]
         if function not in _WITHOUT_VALUES:
-            found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Away)]
-            if function == _OF_C["data"].__set__:
-                show(args[0])
-            readings = [_bring(tensor) for tensor in found]  # while they live, another thread does not step
-            if not any(isinstance(tensor, Away) for tensor in found):
-                result = function(*args, **(kwargs or {}))
-                readings.clear()
-                return result
+            return _used(function, types, args, kwargs or {})
         # The placeholder will do, also where a capture is about to put another tensor in its place.
         return disabled_torch_function(function, types, args, kwargs or {})
 
@@ -72,6 +61,24 @@ class AwayParameter(Away, nn.Parameter):
 
 _CLASSES: dict[type[Tensor], type[Tensor]] = {Tensor: Away, nn.Parameter: AwayParameter}
 _PLAIN = {away: plain for plain, away in _CLASSES.items()}
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _used(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of `function` on values, by the kernels that it has without this call, not by compiled ones."""
+    if function is Tensor.detach and (shown := _shown(args[0])) is not None:
+        return shown
+    if function is Tensor.copy_ and isinstance(args[0], Away) and _overwritten(*args, **kwargs):
+        return args[0]
+    found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Away)]
+    if function == _OF_C["data"].__set__:
+        show(args[0])
+    readings = [_bring(tensor) for tensor in found]  # while they live, another thread does not step
+    if any(isinstance(tensor, Away) for tensor in found):
+        return disabled_torch_function(function, types, args, kwargs)
+    result = function(*args, **kwargs)
+    readings.clear()
+    return result
 
 
 def watch(tensor: Tensor, guard: Any) -> None:
