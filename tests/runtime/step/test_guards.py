@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import overspill
 from overspill.core.errors import RequestError
 from overspill.runtime.reachable import same_bits
+from overspill.runtime.step.away import Away, hide, show, watch
 from overspill.runtime.step.residency import Guarded
 
 
@@ -213,3 +214,30 @@ def test_a_step_that_was_never_called_changes_nothing() -> None:
     step.synchronize()
     step.close()
     assert all(type(m._parameters) is dict for m in model.modules())
+
+
+@pytest.mark.usefixtures("forget_compiled_code")
+def test_what_dynamo_leaves_to_eager_is_not_compiled_where_a_weight_is_away() -> None:
+    class Brings:
+        def fetch(self, *, loops: bool = False) -> None:
+            del loops
+            show(weight)
+
+    def called(x: Tensor) -> Tensor:
+        for _ in range(2):  # a break in a loop: Dynamo runs the whole function as it is
+            torch._dynamo.graph_break()
+            x = nn.functional.layer_norm(x, (4,), weight)
+        return x
+
+    graphs = []
+
+    def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(module)
+        return module.forward
+
+    weight, guard = nn.Parameter(torch.ones(4)), Brings()
+    watch(weight, guard)
+    hide(weight)
+    torch.compile(called, backend=backend)(torch.ones(2, 4))
+    assert not isinstance(weight, Away)
+    assert graphs == []
