@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from overspill.core import Graph, Stream, TensorKind, Verb
+from overspill.core import OF_OPS, Graph, Stream, TensorKind, Verb
 from overspill.plans.plan import Plan
 
 SHORTEST_WAIT_SECONDS = 20e-6
@@ -32,7 +32,7 @@ class Label(NamedTuple):
     @property
     def name(self) -> str:
         """The op's name with the number of others, or the tensor's name."""
-        if not self.is_op:
+        if self.verb not in OF_OPS:
             return self.graph.tensors[self.target].name
         return self.graph.ops[self.target].name + (f" and {self.others} others" if self.others else "")
 
@@ -45,7 +45,7 @@ class Label(NamedTuple):
     @property
     def text(self) -> str:
         """A one-line description."""
-        if not self.is_op:
+        if self.verb not in OF_OPS:
             return f"{self.name} | {self.verb or 'given'}"
         op = self.graph.ops[self.target]
         return f"{self.name} | {op.layer or '(outside layers)'} | {self.verb}, {op.phase}"
