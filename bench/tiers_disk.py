@@ -13,11 +13,13 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +28,11 @@ from torch.nn import functional as F
 import overspill
 from overspill.core import Verb
 from overspill.core.units import format_bytes
+from overspill.devices.disks import rates_of
 from overspill.plans.plan import Plan
 from overspill.runtime.step.train_step import TrainStep
-from overspill.runtime.transfer.lanes import ThreadLane
+from overspill.runtime.transfer import tiers
+from overspill.runtime.transfer.lanes import Slot, ThreadLane
 from overspill.runtime.transfer.stores import DiskStore, HostStore, whole_pages
 from overspill.runtime.transfer.tiers import TieredStore
 
@@ -105,12 +109,29 @@ def settled(store: TieredStore) -> None:
         lane.drain()
 
 
+class SlowDisk(DiskStore):
+    """A drive whose reads and writes share `bytes_per_second`, so that the load of the machine matters less."""
+
+    bytes_per_second = float("inf")
+
+    def _move(self, slot: Slot, pieces: Iterable[memoryview], *how: Any) -> None:
+        given = list(pieces)
+        with _DRIVE:
+            begun = time.perf_counter()
+            super()._move(slot, given, *how)
+            left = sum(map(len, given)) / self.bytes_per_second - (time.perf_counter() - begun)
+            time.sleep(max(0.0, left))
+
+
+_DRIVE = threading.Lock()
+
+
 class LoneDisk:
     """The reads and writes of one step of a plan, by the same calls and threads, with nothing else running."""
 
     def __init__(self, plan: Plan, directory: Path) -> None:
         assert plan.tiers is not None
-        self._disk = DiskStore(directory, direct=True)
+        self._disk = SlowDisk(directory, direct=True)
         sizes = {stay.tensor: whole_pages(plan.graph.tensors[stay.tensor].nbytes) for stay in plan.tiers.stays}
         self._slots = {tensor: self._disk.allocate(nbytes) for tensor, nbytes in sizes.items()}
         self._memory = HostStore()
@@ -160,15 +181,26 @@ def measured(
     batch: int = 2,
     length: int = 64,
     turns: int = 5,
+    rate: str | None = None,
 ) -> Figures:
-    """Train the decoder by both, in turns, and return the figures."""
+    """Train the decoder by both, in turns, and return the figures; `rate` is that of a slower drive, as `100MB/s`."""
+    if rate is not None:
+        SlowDisk.bytes_per_second = rates_of(rate)[0]
+        tiers.DiskStore = SlowDisk  # type: ignore[attr-defined]
     model, optimizer = made(width, layers, words)
     plain, plain_optimizer = made(width, layers, words)
     state = 3 * sum(parameter.nbytes for parameter in model.parameters())
     device = int(DEVICE_SHARE * state / STATE)
     host = state // STATE - device
     step: TrainStep = overspill.train_step(
-        model, loss_of, optimizer, budget=device, store="host+disk", store_dir=directory, host_budget=host
+        model,
+        loss_of,
+        optimizer,
+        budget=device,
+        store="host+disk",
+        store_dir=directory,
+        host_budget=host,
+        disk_bandwidth=rate,
     )
     drawn = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, words, (batch, length), generator=drawn) for _ in range(turns + 3)]
@@ -218,11 +250,12 @@ def main() -> None:
     arguments.add_argument("--dir", type=Path, default=Path(os.environ.get("TMPDIR", tempfile.gettempdir())))
     arguments.add_argument("--width", type=int, default=512)
     arguments.add_argument("--layers", type=int, default=12)
+    arguments.add_argument("--rate", help="Slow the drive down to this, as 100MB/s.")
     arguments.add_argument("--turns", type=int, default=5)
     arguments.add_argument("--out", type=Path, help="Save the figures there, as JSON.")
     asked = arguments.parse_args()
     torch.set_num_threads(1)
-    figures = measured(asked.dir, width=asked.width, layers=asked.layers, turns=asked.turns)
+    figures = measured(asked.dir, width=asked.width, layers=asked.layers, turns=asked.turns, rate=asked.rate)
     moved = figures.disk_written_bytes + figures.disk_read_bytes
     print(f"state {format_bytes(figures.state_bytes)}, device {format_bytes(figures.device_bytes)}, "
           f"host {format_bytes(figures.host_bytes)}; same bits: {figures.same_bits}")  # fmt: skip
