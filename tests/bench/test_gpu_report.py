@@ -53,6 +53,8 @@ EXPECTED = {
     "good_device_file": (["resnet50: +20.0%"], 1),
     "true_estimates": (["median 2.0%, largest 20.0% (lstm-64-adam), 3 jobs"], 0),
     "larger_than_memory": (["10-decoder-6GiB: 7.0 GiB of 6.0 GiB"], 1),
+    "shared": (["12-parked-compile-60%: 20.0% stay reserved", "12-parked-step-60%: losses are not equal"], 2),
+    "allocators": (["13-gpt2-planned: reserved 3.0 GiB of 2.0 GiB", "13-gpt2-planned: a step takes +50.0%"], 1),
 }  # fmt: skip
 
 

@@ -18,14 +18,18 @@ T = TypeVar("T")
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, shown_as: Mapping[str, str] | None = None) -> str:
     """Return `; did you mean 'auto'?` for a close name, otherwise a full stop.
 
-    It ends the first sentence of a message. `shown_as` maps aliases to the names to show. The name with the fewest
-    typing mistakes comes first, and of several such the first of `known`.
+    It ends the first sentence of a message. `shown_as` maps aliases to the names to show. Names that begin
+    with `name` come first, then that with the fewest typing mistakes, and of several such the first of `known`.
     """
     typed, names = name.lower(), tuple(known)
     close_enough = get_close_matches(typed, names, n=len(names), cutoff=0.5) if names else []
-    found = sorted(close_enough, key=lambda known: (_mistakes(typed, known), names.index(known)))[:most]
+    found = sorted(close_enough, key=lambda known: _order(typed, known, names))[:most]
     close = dict.fromkeys((shown_as or {}).get(key, key) for key in found)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
+
+
+def _order(typed: str, known: str, names: tuple[str, ...]) -> tuple[int, int]:
+    return 0 if known.startswith(typed) else _mistakes(typed, known), names.index(known)
 
 
 def _mistakes(typed: str, meant: str) -> int:

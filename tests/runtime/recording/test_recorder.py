@@ -181,7 +181,8 @@ def test_what_counts_storages_anyhow_goes_on_counting_them() -> None:
         _ = before + 1
     recorder.finish()
     assert tracker.watch is None
-    assert tracker.peak_bytes == recorder.record.peak_bytes() == 200
+    assert recorder.record.peak_bytes() == 200
+    assert 200 <= tracker.peak_bytes < 300  # with what the op takes for its number
 
 
 def test_forms_are_made_once_and_held_no_longer_than_the_recording() -> None:
