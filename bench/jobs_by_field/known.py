@@ -42,7 +42,6 @@ KNOWN: dict[tuple[str, str], Known] = {
     ("wav2vec2", "compile"): Known(
         OTHER_BITS, "", "a tensor is read on both sides of a graph break, and its gradients add up in another order"
     ),
-    ("wav2vec2", "compile-inductor"): Known(OTHER_BITS, "", "from its second step on; why is not known"),
     **{("experts-loop", f"compile{k}"): ROWS for k in ("", "-inductor")},
     ("gradient-hooks", "compile"): Known(
         OTHER_BITS, "", "hooks on weights run in another order, and draw other numbers"
