@@ -214,3 +214,32 @@ def test_a_weight_with_a_second_tensor_on_its_memory_stays_on_the_device(monkeyp
     with pytest.raises(InfeasibleBudgetError):
         run("50%")
     assert all(map(torch.equal, run(None), run("90%")))
+
+
+def test_quantised_weights_that_get_gradients_stay_on_the_device_by_name() -> None:
+    class Trained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(Wrapped(*quantised(nn.Linear(WIDTH, WIDTH).weight.data)))
+            self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.relu(functional.linear(x, self.weight) + self.up(self.down(x)))
+
+    def run(budget: str | None) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Trained() for _ in range(LAYERS)))
+        optimizer = torch.optim.AdamW((p for n, p in model.named_parameters() if "weight" not in n.split(".")[1]), 1e-2)
+        compiled = model if budget is None else overspill.compile(model, budget=budget, store="host")
+        seen: list[Any] = []
+        for _ in range(3):
+            loss = compiled(torch.randn(4, WIDTH)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [loss.detach(), *(p.detach().clone() for p in model.parameters() if not isinstance(p, Wrapped))]
+        assert budget is None or "planned step needs plain" in compiled.overspill.loop.why_not
+        return seen
+
+    plain, ours = run(None), run("smallest")
+    assert all(map(torch.equal, plain, ours))

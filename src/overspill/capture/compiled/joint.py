@@ -110,13 +110,14 @@ class JointGraph:
 
     @cached_property
     def gradients(self) -> dict[fx.Node, fx.Node]:
-        """Inputs that get a gradient, with the backward output that is this gradient."""
+        """Inputs that get a gradient, with the backward output that is this gradient.
+
+        Those of a tensor subclass, whose gradient is a plain tensor, are none of them.
+        """
         by_desc = {repr(p.meta.get("desc")): p for p in self.primals}
-        return {
-            by_desc[repr(desc.grad_of)]: value
-            for desc, value in zip(self.backward_descs, self.backward_outputs, strict=True)
-            if type(desc).__name__ == "GradAOTOutput" and isinstance(value, fx.Node)
-        }
+        found = zip(self.backward_descs, self.backward_outputs, strict=True)
+        grads = ((d, v) for d, v in found if type(d).__name__ == "GradAOTOutput" and isinstance(v, fx.Node))
+        return {by_desc[of]: value for desc, value in grads if (of := repr(desc.grad_of)) in by_desc}
 
     @cached_property
     def given_tangents(self) -> list[fx.Node]:
