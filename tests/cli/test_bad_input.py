@@ -42,7 +42,7 @@ TIGHT = f"{TRAIN} --budget 80%"
         ("train alexnet --batch 2 --budget 12XB", "'12XB' is not a size; write 12GiB"),
         ("plan alexnet --batch 2 --budget 12XB", "'12XB' is not a size; write 12GiB"),
         ("train alexnet --batch 2 --budget 0", "'0' is not a positive size"),
-        ("train alexnet --batch 2 --store tape", "unknown store 'tape'. Stores: disk, host, pinned"),
+        ("train alexnet --batch 2 --store tape", "unknown store 'tape'. Stores: disk, host, host+disk, pinned"),
         ("train alexnet --batch 2 --store host --store-dir .", "--store-dir is for the disk store"),
         ("train alexnet --batch 2 --backend fast", "unknown backend 'fast'; backends: eager, inductor"),
         (

@@ -369,7 +369,7 @@ def test_a_model_that_fails_says_where_and_why() -> None:
     [
         (lambda: trained(device="rtx409"), "did you mean 'rtx4090"),
         (lambda: trained(device="cpu"), "cpu is not a GPU"),
-        (lambda: trained(dtype="float8"), "unknown dtype 'float8'; dtypes: float32"),
+        (lambda: trained(dtype="float8"), "unknown dtype 'float8'; did you mean 'float32'"),
         (lambda: trained("sgdd"), "unknown optimizer 'sgdd'"),
         (lambda: trained(allocator="jemalloc"), "unknown allocator 'jemalloc'"),
         (lambda: trained(allocator_config="max_split_size_mb"), "max_split_size_mb"),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.advice import Advice
-from overspill.runtime.advise import JobOnGpu
 
 from .page import Column, Page, PasteLine, Table, Unit, Verdict
 from .tables import Cell
+
+if TYPE_CHECKING:  # an estimate does without the runtime
+    from overspill.runtime.advise import JobOnGpu
 
 MOST_LINES = 3
 """The most changes whose lines are shown to paste."""
