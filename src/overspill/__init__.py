@@ -81,4 +81,6 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
+    if name == "callbacks":  # which imports nothing of a trainer before it is used
+        return import_module("overspill.callbacks")
     raise AttributeError(f"module 'overspill' has no attribute {name!r}")

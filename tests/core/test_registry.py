@@ -48,6 +48,7 @@ def test_several_guesses_are_joined() -> None:
     )
     # Of names with as few mistakes, the first.
     assert did_you_mean("Adamv", ["adamw", "adam"]) == "; did you mean 'adamw'?"
+    assert did_you_mean("rtx4900", ["rtx4060", "rtx4090"]) == "; did you mean 'rtx4090'?"  # two letters are swapped
 
 
 @pytest.fixture

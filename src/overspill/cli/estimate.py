@@ -128,31 +128,35 @@ def estimate(
             "micro_batches": None if parallel is None or parallel.kind != "pp" else parallel.pieces,
             "ways": {name: getattr(job, name) for name in job.ways()},
         }
+        taken = made if made.compiled is None else made.compiled
+        is_over = most_bytes is not None and taken.minimum_capacity_bytes > most_bytes
         # Files, then the verdict.
         asked = gpu is not None
         answer = estimate_answer(request, made, gpu=setting.device.name if asked else None, within=within)
-        page = estimate_page(made, asked=asked, within=within, then=_next(made, job, asked=asked))
+        page = estimate_page(made, asked=asked, within=within, then=_next(made, job, asked=asked, is_over=is_over))
         if snapshot is not None:
             made.save_snapshot(snapshot)
             narrator.line(f"saved {snapshot}: open it at https://pytorch.org/memory_viz")
-    taken = made if made.compiled is None else made.compiled
     fits = not asked or taken.fits()
     complaint = ""
-    if most_bytes is not None and (needed := taken.minimum_capacity_bytes) > most_bytes:
-        complaint = f"it needs {', more than --max '.join(format_apart(needed, most_bytes))}"
+    if is_over and most_bytes is not None:
+        complaint = f"it needs {', more than --max '.join(format_apart(taken.minimum_capacity_bytes, most_bytes))}"
     code = 0 if fits and not complaint and not isinstance(within, InfeasibleBudgetError) else 1
     return of_page(answer, page, {"report": report}, code, complaint)
 
 
-def _next(made: Estimate, job: Job, *, asked: bool) -> PasteLine | None:
-    """Return what to do after the estimate, as a line to paste; None for jobs that nothing else takes."""
+def _next(made: Estimate, job: Job, *, asked: bool, is_over: bool) -> PasteLine | None:
+    """Return what to do after the estimate, as a line to paste; None for jobs that nothing else takes.
+
+    `is_over`: it needs more than it may.
+    """
     from overspill.report.page import PasteLine
 
     if isinstance(job.model, Source):
         return None
     if not asked:
         return PasteLine(same_job("estimate", "--gpu", "rtx4090"), "Does it fit? Name your GPU (`overspill devices`):")
-    if not made.fits():
+    if is_over or not made.fits():
         return PasteLine(same_job("advise"), "What would make it fit, each change tried:")
     if job.optimizer is None or job.parallel is not None:
         return None

@@ -132,11 +132,11 @@ def print_human(human: RenderableType) -> None:
     from rich.console import Console
 
     if sys.stdout.isatty():
-        Console(highlight=False).print(_Harmless(human))
+        Console(highlight=False).print(_Harmless(human), crop=False)  # lines to paste may be longer
         return
     text = StringIO()  # a terminal needs no blanks at the ends of lines, and a file does not either
     width = None if "COLUMNS" in os.environ else 120
-    Console(width=width, highlight=False, file=text).print(_Harmless(human))
+    Console(width=width, highlight=False, file=text).print(_Harmless(human), crop=False)
     sys.stdout.write("".join(f"{line.rstrip(' ')}\n" for line in text.getvalue().splitlines()))
 
 

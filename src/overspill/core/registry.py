@@ -33,13 +33,17 @@ def _order(typed: str, known: str, names: tuple[str, ...]) -> tuple[int, int]:
 
 
 def _mistakes(typed: str, meant: str) -> int:
-    """Return how many letters are missing, too many or wrong: the edit distance."""
-    row = list(range(len(meant) + 1))
+    """Return how many letters are missing, too many, wrong or swapped: the edit distance."""
+    rows = [list(range(len(meant) + 1))]
     for at, letter in enumerate(typed, 1):
-        before, row[0] = row[0], at
+        row = [at]
         for to, other in enumerate(meant, 1):
-            before, row[to] = row[to], min(row[to] + 1, row[to - 1] + 1, before + (letter != other))
-    return row[-1]
+            least = min(rows[-1][to] + 1, row[-1] + 1, rows[-1][to - 1] + (letter != other))
+            if at > 1 < to and (letter, typed[at - 2]) == (meant[to - 2], other):
+                least = min(least, rows[-2][to - 2] + 1)
+            row.append(least)
+        rows.append(row)
+    return rows[-1][-1]
 
 
 def classes_in(package: str, base: type[T]) -> dict[str, type[T]]:

@@ -28,7 +28,7 @@ _OF_TRAINER = (
     (r"torch\.optim\.AdamW\(…, fused=True\)", 'optim="adamw_torch_fused"'),
     (r"adamw8bit of bitsandbytes", 'optim="adamw_bnb_8bit"'),
     (r"adafactor", 'optim="adafactor"'),
-    (r'overspill\.compile\(model, budget=("\w+")', r"callbacks=[overspill.callbacks.Budget(\1)]"),
+    (r'overspill\.compile\(model, budget=("\w+")\)', r"callbacks=[overspill.callbacks.Budget(\1)]"),
 )  # fmt: skip
 """Changes as they are worded, and the arguments of TrainingArguments, or of Trainer, that make them."""
 
@@ -76,7 +76,10 @@ def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_
         notes.append("Nothing that was tried makes it need less.")
     title = f"What {made.name} needs on {made.device.name}, and what takes less"
     table = changes_table(found, made.device.memory_bytes, as_it_is)
-    lines = [PasteLine(line, f"{advice.what}:") for advice in found if advice.fits and (line := _for_trainer(advice))]
+    fitting = [
+        (advice.what, line) for advice in found if advice.fits and (line := _for_trainer(advice) or _line(advice))
+    ]
+    lines = [PasteLine(line, f"{'Or ' * bool(number)}{what}:") for number, (what, line) in enumerate(fitting)]
     helped = () if made.fits() else tuple(lines[:MOST_LINES])
     return Page(title, Verdict(verdict.text, verdict.good), (table,), tuple(notes), helped)
 
@@ -136,6 +139,12 @@ def _sized(advice: Advice, memory_bytes: int) -> Advice:
     size = f'"{min(rounded, memory_bytes >> 20)}MiB"' if advice.fits is not False else f'"{rounded}MiB"'
     what = advice.what.replace("budget=…", f"budget={size}")
     return replace(advice, what=what.replace("train_step(…)", f"train_step(model, loss_fn, optimizer, budget={size})"))
+
+
+def _line(advice: Advice) -> str:
+    """Return the line of Python that compiles a model which Trainer does not take: it is larger than the device."""
+    found = re.match(r"overspill\.compile\(model, .*?\)", advice.what)
+    return "" if found is None else f"model = {found[0]}"
 
 
 def _for_trainer(advice: Advice) -> str:

@@ -81,7 +81,9 @@ def _in_python(plan: Plan, *, inductor: bool) -> tuple[PasteLine, ...]:
         return (*lines, PasteLine(step, "The body of your training loop; then call step(batch):"))
     trainer = f'callbacks=[overspill.callbacks.Budget("{size}"{others})]'
     lines.append(PasteLine(f'model = overspill.compile(model, budget="{size}"{others})', "Before your training loop:"))
-    return (*lines, PasteLine(f"trainer = Trainer(..., {trainer})", "Or, with Trainer or TRL:"))
+    if not plan.model_on_host:  # Trainer has the model on the device before training begins
+        lines.append(PasteLine(f"trainer = Trainer(..., {trainer})", "Or, with Trainer or TRL:"))
+    return tuple(lines)
 
 
 def plan_verdict(plan: Plan, least_bytes: int | None = None) -> Verdict:
@@ -357,8 +359,8 @@ def step_notes(plan: Plan) -> list[str]:
     notes = [f"between steps the store has {parts}" if stored else "between steps all is on the device"]
     if plan.model_on_host:
         notes.append(
-            "the model does not fit on the card, and begins on the CPU: overspill.train_step(model, …, "
-            'device="cuda") brings each weight when the plan needs it'
+            "the model does not fit on the card, and begins on the CPU: "
+            'device="cuda" brings each weight when the plan needs it'
         )
     normed = {t for op in plan.graph.ops if op.name == NORM for t in op.reads}
     if normed:

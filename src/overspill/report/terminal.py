@@ -47,7 +47,7 @@ def _pasted(line: PasteLine) -> tuple[str, str]:
 def as_text(page: Page) -> str:
     """Return `page` as a terminal of 120 columns shows it, without colours."""
     text = StringIO()
-    Console(width=120, file=text, color_system=None, highlight=False).print(in_terminal(page))
+    Console(width=120, file=text, color_system=None, highlight=False).print(in_terminal(page), crop=False)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

@@ -115,7 +115,7 @@ def _planned(job: Job, estimate: Estimate) -> Advice | None:
 def _as_advice(plan: Plan, what: str) -> Advice:
     cost = f"{plan.slowdown:.2f} times the unmanaged step, simulated; the same numbers"
     if plan.model_on_host:
-        what = f"{what}, the model on the CPU"
+        what = what.replace("budget=…)", 'budget=…, device="cuda")') + ", the model on the CPU"
     if plan.pool == LIVE:
         what = f"{what} in {CALLED}"
     needed = plan.device_bytes

@@ -103,7 +103,9 @@ class Options:
                 "below it is planned for updates on the device alone; leave update out, or take the store without +disk"
             )
         if self.host_budget is not None:
-            parse_bytes(self.host_budget)
+            given = str(self.host_budget).strip()
+            if parse_bytes(self.host_budget) < (1 << 20) and given.isdecimal():
+                raise RequestError(f"host_budget={given} says no unit; write {given}GiB, {given}MiB or {given}B")
         _ = self.disk_rates
 
     def check_unset(self) -> None:

@@ -162,7 +162,7 @@ def test_too_little_host_memory_or_disk_is_said_before_training(
 ) -> None:
     with pytest.raises(RequestError, match="host_budget=") as refused:
         pair_of(tmp_path, host_budget="8KiB").train()
-    pair_of(tmp_path, host_budget=str(named_bytes(refused.value))).train()
+    pair_of(tmp_path, host_budget=f"{named_bytes(refused.value)}B").train()
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

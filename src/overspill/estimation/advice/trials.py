@@ -242,7 +242,8 @@ class _Trials:
             return
         if self._hopeless([]):
             # Without a planner, only what it could do.
-            what, cost = "overspill.train_step(…)", "parameters and optimizer state may leave the device too"
+            what = "overspill.compile(model, budget=…)"
+            cost = "parameters and optimizer state may leave the device too"
         else:
             saved = sum(self.estimate.breakdown[name] for name in ("forward_outputs", "output_gradients"))
             if not saved:  # the peak is in the update
