@@ -191,7 +191,7 @@ def test_a_card_without_room_for_the_weights_is_refused_after_few_plans_and_the_
     assert planned(change.nbytes, replace(card, model_on_host=True), graph).device_budget_bytes == change.nbytes
 
 
-@pytest.mark.parametrize("solver", [None, DEFAULT])
+@pytest.mark.parametrize("solver", [None, pytest.param(DEFAULT, marks=pytest.mark.long)])
 def test_a_model_larger_than_the_card_begins_on_the_host_and_no_moment_has_all_of_it(solver: str | None) -> None:
     graph = weights_in_turn()
     graph = replace(graph, ops=tuple(replace(op, given=op.writes) for op in graph.ops))

@@ -149,6 +149,7 @@ def test_a_share_of_a_card_that_is_here_is_no_more_than_it_can_give(monkeypatch:
     step.close()
 
 
+@pytest.mark.long
 def test_the_smallest_budget_is_the_smallest_card() -> None:
     step = deep_step("smallest")
     batch = torch.randn(4096, 64), torch.randn(4096, 64)

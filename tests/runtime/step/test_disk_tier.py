@@ -118,18 +118,24 @@ def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
 def test_a_full_disk_is_an_error_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = pair_of(tmp_path)
     pair.train(2)
-    torch.manual_seed(4)
-    expected = pair.plain(*pair.inputs)
 
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    torch.manual_seed(4)
+    failure, seed = None, 4
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full)
         patched.setattr(os, "pwritev", full)
-        with pytest.raises(StoreError, match="are missing"):
-            pair.step(*pair.inputs)
+        while failure is None and seed < 8:  # a copy for which there is space for now is missed by a later step
+            torch.manual_seed(seed)
+            expected = pair.plain(*pair.inputs)
+            torch.manual_seed(seed)
+            try:
+                assert same_bits(pair.step(*pair.inputs), expected)
+            except StoreError as error:
+                failure = error
+            seed += 1
+    assert "are missing" in str(failure)
     assert same_bits(pair.step.resume(), expected)
     pair.train(2)
     pair.assert_same()
