@@ -285,22 +285,17 @@ class Clears(Each):
         super().step(closure)
         self.calls += 1
         if self.calls % 4 == 0:
-            self.state.clear()
+            self.forget()
+
+    def forget(self) -> None:
+        self.state.clear()
 
 
 @habit("zeroes all momenta every fourth step")
-class Zeroes(Each):
-    calls = 0
-
-    def one(self, group: dict[str, Any], p: Tensor) -> None:
-        p.sub_(self.state[p].setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=group["lr"])
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        self.calls += 1
-        if self.calls % 4 == 0:
-            for state in self.state.values():
-                state["m"].zero_()
+class Zeroes(Clears):
+    def forget(self) -> None:
+        for state in self.state.values():
+            state["m"].zero_()
 
 
 @habit("counts steps of each parameter before it looks for a gradient")

@@ -62,7 +62,7 @@ def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_
 
     `left_out` maps each change that was tried without success to the reason.
     """
-    found = [_sized(advice, made.device.memory_bytes) for advice in found]
+    found = [sized(advice, made.device.memory_bytes) for advice in found]
     as_it_is = ("as it is", made.minimum_capacity_bytes, made.total_bytes, made.fits(), None, None)
     explained = (
         "Needs: the smallest memory that the job survives on. Takes: what it has of a large one, with what PyTorch's "
@@ -75,7 +75,7 @@ def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_
     if not found:
         notes.append("Nothing that was tried makes it need less.")
     title = f"What {made.name} needs on {made.device.name}, and what takes less"
-    table = changes_table(found, made.device.memory_bytes, as_it_is)
+    table = changes_table(found, as_it_is)
     fitting = [
         (advice.what, line) for advice in found if advice.fits and (line := _for_trainer(advice) or _line(advice))
     ]
@@ -113,14 +113,13 @@ def _fits(card: JobOnGpu) -> str:
     return "yes" if card.fits else "perhaps planned" if card.fits_planned else "no"
 
 
-def changes_table(found: Sequence[Advice], memory_bytes: int, *first: tuple[Cell, ...]) -> Table:
-    """Return the table of the changes that help on a device of these bytes, below the rows `first`."""
+def changes_table(found: Sequence[Advice], *first: tuple[Cell, ...]) -> Table:
+    """Return the table of the changes that help, which are `sized`, below the rows `first`."""
     columns = (
         Column("change"), Column("needs", Unit.BYTES), Column("takes", Unit.BYTES), Column("fits"),
         Column("step", Unit.SECONDS), Column("cost"),
     )  # fmt: skip
-    rows = (_row(_sized(advice, memory_bytes)) for advice in found)
-    return Table("What would help, the cheapest first", columns, (*first, *rows))
+    return Table("What would help, the cheapest first", columns, (*first, *map(_row, found)))
 
 
 def _row(advice: Advice) -> tuple[Cell, ...]:
@@ -133,7 +132,7 @@ def _row(advice: Advice) -> tuple[Cell, ...]:
     )  # fmt: skip
 
 
-def _sized(advice: Advice, memory_bytes: int) -> Advice:
+def sized(advice: Advice, memory_bytes: int) -> Advice:
     """Return advice to call Overspill with the budget in place of an ellipsis: what it needs, or all of the device."""
     rounded = -(-(advice.minimum_capacity_bytes or memory_bytes) >> 20)
     size = f'"{min(rounded, memory_bytes >> 20)}MiB"' if advice.fits is not False else f'"{rounded}MiB"'

@@ -18,7 +18,7 @@ from overspill.estimation.peak import kind_of
 from overspill.estimation.unspecified import Unspecified
 from overspill.plans.plan import Plan
 
-from .advice import advice_answer, changes_table
+from .advice import advice_answer, changes_table, sized
 from .page import Column, Figure, Mark, Ops, Page, PasteLine, Step, StepRun, Table, Tensors, Unit, Verdict, Words
 from .page.columns import columns_of, frames_of, shape_of
 
@@ -47,7 +47,7 @@ def estimate_page(
         title or f"{made.name}{batch}{f' on {made.device.name}' if asked else ''}",
         estimate_verdict(made, tuple(_further(made, within, asked=asked)), asked=asked),
         (
-            *([changes_table(changes, made.device.memory_bytes)] if changes else []),
+            *([changes_table([sized(c, made.device.memory_bytes) for c in changes])] if changes else []),
             lambda: (_step(made),),
             parts_table(made),
             _layers(made),
