@@ -164,17 +164,17 @@ class Trained:
         )
 
 
-def _llama(layers: int, hidden: int, inner: int, heads: int, tied: str) -> str:
+def llama(layers: int, hidden: int, inner: int, heads: int, tied: str) -> str:
     return (
         f"llama,vocab_size=128256,num_hidden_layers={layers},hidden_size={hidden},intermediate_size={inner},"
         f"num_attention_heads={heads},num_key_value_heads=8,max_position_embeddings=131072,rms_norm_eps=1e-5,tie_word_embeddings={tied}"
     )
 
 
-def _qwen(layers: int, hidden: int, inner: int, heads: int) -> str:
+def qwen(layers: int, hidden: int, inner: int, heads: int, tied: str) -> str:
     return (
         f"qwen3,vocab_size=151936,num_hidden_layers={layers},hidden_size={hidden},intermediate_size={inner},head_dim=128,"
-        f"num_attention_heads={heads},num_key_value_heads=8,max_position_embeddings=40960,tie_word_embeddings=True"
+        f"num_attention_heads={heads},num_key_value_heads=8,max_position_embeddings=40960,tie_word_embeddings={tied}"
     )
 
 
@@ -182,8 +182,8 @@ def _of(config: str, seq_len: int) -> Callable[..., BuiltModel]:
     return functools.partial(_text, config, seq_len)
 
 
-LLAMA_1B = _llama(16, 2048, 8192, 32, "True")
-LLAMA_8B = _llama(32, 4096, 14336, 32, "False")
+LLAMA_1B = llama(16, 2048, 8192, 32, "True")
+LLAMA_8B = llama(32, 4096, 14336, 32, "False")
 MIXTRAL = (
     "mixtral,vocab_size=32000,num_hidden_layers=12,hidden_size=2048,intermediate_size=4096,num_attention_heads=32,"
     "num_key_value_heads=8,num_local_experts=8,num_experts_per_tok=2"
@@ -192,8 +192,8 @@ JOBS = {
     "llama-1b": Trained(_of(LLAMA_1B, 4096), 1, "rtx4090"),
     "llama-8b": Trained(_of(LLAMA_8B, 8192), 1, "h100"),
     "llama-8b-lora": Trained(_of(LLAMA_8B, 4096), 1, "rtx4090", how=(("lora", 16), ("checkpointing", True))),
-    "qwen3-0.6b": Trained(_of(_qwen(28, 1024, 3072, 16), 4096), 1, "rtx3060"),
-    "qwen3-4b": Trained(_of(_qwen(36, 2560, 9728, 32), 4096), 1, "h100"),
+    "qwen3-0.6b": Trained(_of(qwen(28, 1024, 3072, 16, "True"), 4096), 1, "rtx3060"),
+    "qwen3-4b": Trained(_of(qwen(36, 2560, 9728, 32, "True"), 4096), 1, "h100"),
     "mixtral-8-experts": Trained(_of(MIXTRAL, 4096), 1, "h100"),
     "gpt2": Trained(_of("gpt2,n_positions=1024", 1024), 8, "rtx3060", dtype="amp-bfloat16"),
     "sd-unet": Trained(_unet, 8, "rtx4090", in_pieces=False, dtype="amp-bfloat16"),

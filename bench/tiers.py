@@ -28,6 +28,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+from llm import llama, qwen
 from paired import json_record
 from tiers_measured import shown, updates_in_turn
 
@@ -58,28 +59,12 @@ ON_THE_WAY = 2
 """Blocks of gradients that a rule has memory for on their way to the host."""
 SEQ_LEN = 4096
 _BLOCK = re.compile(r"layers\.(\d+)\.")
-
-
-def _llama(layers: int, hidden: int, inner: int, heads: int) -> str:
-    return (
-        f"hf:llama,vocab_size=128256,num_hidden_layers={layers},hidden_size={hidden},intermediate_size={inner},"
-        f"num_attention_heads={heads},num_key_value_heads=8,max_position_embeddings=131072,tie_word_embeddings=False"
-    )
-
-
-def _qwen(layers: int, hidden: int, inner: int, heads: int) -> str:
-    return (
-        f"hf:qwen3,vocab_size=151936,num_hidden_layers={layers},hidden_size={hidden},intermediate_size={inner},head_dim=128,"
-        f"num_attention_heads={heads},num_key_value_heads=8,max_position_embeddings=40960,tie_word_embeddings=False"
-    )
-
-
 SIZES = {
-    "1b": _llama(16, 2048, 8192, 32),
-    "8b": _llama(32, 4096, 14336, 32),
-    "14b": _qwen(40, 5120, 17408, 40),
-    "32b": _qwen(64, 5120, 25600, 64),
-    "70b": _llama(80, 8192, 28672, 64),
+    "1b": "hf:" + llama(16, 2048, 8192, 32, "False"),
+    "8b": "hf:" + llama(32, 4096, 14336, 32, "False"),
+    "14b": "hf:" + qwen(40, 5120, 17408, 40, "False"),
+    "32b": "hf:" + qwen(64, 5120, 25600, 64, "False"),
+    "70b": "hf:" + llama(80, 8192, 28672, 64, "False"),
 }
 WAYS: dict[str, dict[str, object]] = {"full": {}, "lora": {"lora": 16}, "qlora": {"lora": 16, "quantize": "4bit"}}
 JOBS = [f"{size}-{way}" for size in SIZES for way in WAYS]
