@@ -3,9 +3,16 @@
 A page of the site stands where a reader of the repository finds its file, so that links work in both.
 """
 
-from sphinx.application import Sphinx
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
 
 import overspill
+from overspill.cli import group
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 project = "Overspill"
 version = release = overspill.__version__
@@ -46,6 +53,26 @@ html_additional_pages = {"index": "to_docs.html"}  # the site's address alone le
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", _keep_colon, priority=400)  # before napoleon, which is at 500
+    app.connect("source-read", _write_options)
+
+
+def _write_options(_app: Sphinx, _name: str, source: list[str]) -> None:
+    """Put the table of a command's options in the place of `<!-- options: COMMAND -->`."""
+    source[0] = re.sub(r"<!-- options: (\w+) -->", lambda found: options(found[1]), source[0])
+
+
+def options(command: str) -> str:
+    """All options of `command`, as its --help-all has them: a table that opens at a click."""
+    rows = []
+    for parameter in group().commands[command].params:
+        if parameter.param_type_name != "option":
+            continue
+        names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+        metavar = f" {parameter.metavar}" if parameter.metavar else ""
+        told = re.sub(r"(?<![\w`])(--\w[\w-]*)", r"`\1`", parameter.help).replace("|", "\\|")
+        rows.append(f"| {names}{metavar} | {told} |\n")
+    head = f"<details><summary>All {len(rows)} options of {command}</summary>\n\n| option | meaning |\n|---|---|\n"
+    return f"{head}{''.join(rows)}\n</details>"
 
 
 def _keep_colon(_app: Sphinx, what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
