@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
     ("script", "record", "page"),
     [
         ("price.py", "cpu_budget.json", "bench/README.md"),
-        ("price.py", "compiled_budget.json", "docs/compiled.md"),
-        ("compiled_pareto.py", "compiled_pareto.json", "docs/compiled.md"),
+        ("price.py", "compiled_budget.json", "bench/README.md"),
+        ("compiled_pareto.py", "compiled_pareto.json", "bench/README.md"),
         ("estimate_accuracy.py", "estimate_accuracy.json", "docs/estimates.md"),
     ],
 )
