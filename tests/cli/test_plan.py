@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.commands import MODELS, Overspill
 
+from overspill.bounds.step_time import lower_bound_seconds
 from overspill.cli.narrator import Narrator
 from overspill.devices import load_device
+from overspill.plans import plan
 from overspill.policies import POLICIES
 
 
@@ -34,6 +37,23 @@ def test_progress_names_the_layer_and_the_plan(overspill: Overspill, monkeypatch
     layers = [f"capturing {number}" for number in range(8)]
     assert [text for text in told if text in layers][:8] == layers
     assert any(text.startswith("a plan of ") for text in told)
+
+
+def test_the_bound_on_the_time_of_a_step_is_proved_only_where_it_is_shown(
+    overspill: Overspill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proved: list[int] = []
+
+    def bound(*given: Any) -> float:
+        proved.append(1)
+        return lower_bound_seconds(*given)
+
+    monkeypatch.setattr(plan, "lower_bound_seconds", bound)
+    assert overspill("plan nets:shallow --batch 2 --out plan.json --plot plot.png").code == 0
+    assert not proved
+    assert "lower bound" in overspill("plan nets:shallow --batch 2 --verbose").out
+    assert overspill("plan nets:shallow --batch 2 --json").answer["lower_bound_seconds"] > 0
+    assert len(proved) == 2
 
 
 def test_the_largest_tensors_have_the_lines_that_made_them(overspill: Overspill) -> None:

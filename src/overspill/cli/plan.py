@@ -47,8 +47,8 @@ from .job import with_job
 from .software import Cuda, Torch, check_gpu
 
 if TYPE_CHECKING:
+    from overspill.placement.place import Placed
     from overspill.plans.plan import Plan
-    from overspill.report.page import Page
 
 
 MemoryPlot = Annotated[
@@ -92,7 +92,6 @@ def plan(
     json: AsJson = False,
 ) -> Outcome:
     """Plan one training step within a budget, and simulate it: no memory is taken and nothing is run."""
-    del json  # `main` reads it from the arguments
     from overspill.costs import MeasuredTimes
     from overspill.devices import load_device
     from overspill.report.picture import check_plot
@@ -133,15 +132,17 @@ def plan(
         request = job.request() | {"gpu": device.name, "policy": policy, "whole_step": whole_step, "backend": backend}
         try:
             made, least_bytes = preview_with_least(job, options, software)
-            narrator.detail("proving how fast a step can be")
-            _ = made.lower_bound_seconds  # which stays
+            if json or verbose or report is not None:
+                narrator.detail("proving how fast a step can be")
+                _ = made.lower_bound_seconds  # which stays
         except InfeasibleBudgetError as error:
             return _infeasible(request, error, title, report)
     # The plan itself, then all that was asked for about it.
     if out is not None:
         made.schedule.save(out)
     files = {"plan": out, "plot": plot, "report": report, "trace": trace, "snapshot": snapshot}
-    return _feasible(request, made, least_bytes, title, files, brief=not verbose)
+    _write(made, title, files)
+    return _feasible(request, made, least_bytes, title, files, json=json, verbose=verbose)
 
 
 def _feasible(
@@ -151,17 +152,39 @@ def _feasible(
     title: str,
     files: dict[str, Path | None],
     *,
-    brief: bool,
+    json: bool,
+    verbose: bool,
 ) -> Outcome:
+    """Return the outcome of a plan; what proves and places it once more is done only if it is shown."""
     from overspill.placement.place import place_plan
     from overspill.report.page import PasteLine
-    from overspill.report.plan import peak_of, peak_rows, plan_page, stored_by_kind, too_small
+    from overspill.report.plan import brief_page, plan_page, too_small
+
+    inductor = request["backend"] == "inductor"
+    if json or verbose or files["report"] is not None:
+        placed = place_plan(made, made.pool)
+        answer = request | _figures(made, least_bytes, placed) if json else {}
+        page = plan_page(made, title, made.pool, placed, least_bytes, inductor=inductor)
+    else:
+        answer, page = {}, brief_page(made, title, least_bytes, inductor=inductor)
+    if made.fits_device and not page.next:
+        half = PasteLine(
+            same_job("plan", "--budget", "50%"), "It fits without a plan. What half of its memory would cost:"
+        )
+        page = replace(page, next=(half,))
+    if made.fits_device:
+        return of_page(answer, page, files, brief=not verbose)
+    message = f"{too_small(made)}; without --budget it is planned for all of it"
+    return of_page(answer | {"error": message, "exit_code": DOES_NOT_FIT}, page, files, DOES_NOT_FIT, message)
+
+
+def _figures(made: Plan, least_bytes: int | None, placed: Placed) -> dict[str, Any]:
+    """Return all figures of a plan and its layout, for the JSON."""
+    from overspill.report.plan import peak_of, peak_rows, stored_by_kind
     from overspill.runtime.transfer.stores import store_bytes
 
-    # All figures, for the JSON.
     peak = peak_of(made)
-    placed = place_plan(made, made.pool)
-    answer = request | {
+    return {
         "budget_bytes": made.asked_bytes,
         "least_bytes": least_bytes,
         "peak_bytes": made.peak_bytes,
@@ -198,26 +221,16 @@ def _feasible(
         "breakdown": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},
         "peak_tensors": peak_rows(made.graph, peak),
     }
-    page = plan_page(made, title, made.pool, placed, least_bytes, inductor=request["backend"] == "inductor")
-    if made.fits_device and not page.next:
-        half = PasteLine(
-            same_job("plan", "--budget", "50%"), "It fits without a plan. What half of its memory would cost:"
-        )
-        page = replace(page, next=(half,))
-    _write(made, title, page, files)
-    if made.fits_device:
-        return of_page(answer, page, files, brief=brief)
-    message = f"{too_small(made)}; without --budget it is planned for all of it"
-    return of_page(answer | {"error": message, "exit_code": DOES_NOT_FIT}, page, files, DOES_NOT_FIT, message)
 
 
-def _write(made: Plan, title: str, page: Page, files: dict[str, Path | None]) -> None:
+def _write(made: Plan, title: str, files: dict[str, Path | None]) -> None:
     """Write a plan in each requested form, except the plan itself and its page."""
+    from overspill.report.page.step import step
     from overspill.report.picture import draw
     from overspill.report.tracing import write_plan_snapshot, write_plan_trace
 
     if (plot := files["plot"]) is not None:
-        draw(page.sections[0], plot, title)
+        draw(step(made, made.pool), plot, title)
     if (trace := files["trace"]) is not None:
         write_plan_trace(made, trace, title)
     if (snapshot := files["snapshot"]) is not None:

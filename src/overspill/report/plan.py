@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from overspill.capture.compiled.whole_step import NORM
@@ -38,22 +38,31 @@ def plan_page(
     *,
     inductor: bool = False,
 ) -> Page:
-    """Return the page of `plan`.
+    """Return the page of `plan`, with the lower bound of its time.
 
     `placer` gives its blocks their addresses (None: PyTorch's caching allocator). `placed` is the layout, if it is
-    known. `least_bytes` are those without which there is no plan. `inductor` tells whose kernels run.
+    known. The rest is as in `brief_page`.
     """
     peak = peak_of(plan)
+    parts = (
+        lambda: (step(plan, placer),),
+        _sides(plan, placer, placed),
+        lambda: _swaps(plan),
+        peak_table(plan, peak),
+        _largest(plan.graph, peak),
+    )
+    return replace(brief_page(plan, title, least_bytes, inductor=inductor), parts=parts)
+
+
+def brief_page(plan: Plan, title: str | None = None, least_bytes: int | None = None, *, inductor: bool = False) -> Page:
+    """Return the page of `plan` without its views and tables.
+
+    `least_bytes` are those without which there is no plan. `inductor` tells whose kernels run.
+    """
     return Page(
         title or f"{plan.graph.name} on {plan.device.name}, policy {plan.schedule.policy}",
         plan_verdict(plan, least_bytes),
-        (
-            lambda: (step(plan, placer),),
-            _sides(plan, placer, placed),
-            lambda: _swaps(plan),
-            peak_table(plan, peak),
-            _largest(plan.graph, peak),
-        ),
+        (),
         ("Times and memory are simulated, not measured.", *pool_notes([plan.pool]), *step_notes(plan)),
         _in_python(plan, inductor=inductor) if plan.fits_device and _is_needed(plan) else (),
     )
