@@ -307,3 +307,10 @@ def test_tests_ask_errors_for_their_type_and_fields_and_match_no_sentence() -> N
 )  # fmt: skip
 def test_a_long_match_is_seen_wherever_it_is_written(text: str, long: int) -> None:
     assert len(long_matches(text)) == long
+
+
+def test_no_file_has_both_sides_of_a_merge() -> None:
+    found = subprocess.run(
+        ["git", "grep", "-lE", "^(<{7}|>{7}) "], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (found.stdout, found.stderr) == ("", "")

@@ -32,11 +32,11 @@ from overspill.runtime.transfer.tiers import Directories
 from .backend import backend_of
 from .cut_calls import watch_optimizers
 from .loop_plans import guards_without
-from .loop_state import trace_what_is_away
 from .plan_check import plans_needed
 from .session import Session
 from .sharded import ShardedModel
 from .step_check import watch_method
+from .traced_away import trace_what_is_away
 
 M = TypeVar("M", bound=Callable[..., Any])
 _NO_BUDGET = (

@@ -30,8 +30,9 @@ from overspill.runtime.step.parameter_state import ParameterState
 from overspill.runtime.step.residency import Spec, is_dense, readable
 from overspill.runtime.transfer.engine import TransferEngine
 
-from .loop_state import LoopState, bring_for, in_order, states, trace_what_is_away
+from .loop_state import LoopState, bring_for, in_order, states
 from .stored_gradient import StoredGradient
+from .traced_away import trace_what_is_away
 
 
 class CutCalls:

@@ -44,7 +44,7 @@ from .concurrent_plans import GraphProblem
 from .cut_calls import CutCalls
 from .double_backward import compiled_node, refuse_double_backward
 from .loop_plans import persistent
-from .loop_state import bring_for, wrappers_shown
+from .loop_state import bring_for
 from .partitions import Partitioned
 from .pending_calls import GraphFrame
 from .planned import Planned
@@ -60,6 +60,7 @@ from .tangents import (
     without_absent,
     without_outputs_of_loss,
 )
+from .traced_away import wrappers_shown
 
 Compiled = Callable[..., Any]
 T = TypeVar("T")

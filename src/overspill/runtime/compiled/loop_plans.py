@@ -33,6 +33,7 @@ from overspill.runtime.transfer.engine import TransferEngine, first_line
 
 from .loop_state import LoopState, apart
 from .sharded import Whole
+from .traced_away import trace_what_is_away
 from .weak_references import WeakReferences
 
 _LOG = logging.getLogger("overspill")
@@ -244,6 +245,7 @@ class LoopPlans:
                 self.state.take_hold()  # plans that were found with it have its updates
             else:
                 self.state = LoopState(named, optimizers, self.from_host_to)
+                trace_what_is_away()
                 self.state.updates_on_host = self.updates_on_host
         except (RequestError, UnsupportedError) as error:
             self.why_not, self.state = str(error), None

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partialmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +18,7 @@ from torch.optim import Optimizer
 from overspill.core.errors import OverspillError
 from overspill.models.step import StepLoss
 from overspill.pytorch.dispatch import disable_current_modes, is_traceable_wrapper_subclass
-from overspill.pytorch.dynamo import compilation
-from overspill.pytorch.fake_tensors import FROM_TENSOR, FakeTensor, FakeTensorMode, fake_parameter
 from overspill.pytorch.modules import PARAMETERS
-from overspill.pytorch.patching import patched
 from overspill.pytorch.storages import tensor_uses
 from overspill.pytorch.trees import tree_map_only
 from overspill.runtime.parallel import reduced
@@ -41,7 +36,6 @@ from overspill.runtime.step.updates import OptimizerUpdates
 from overspill.runtime.transfer.lanes import is_lane
 
 from .pending_calls import PendingCalls
-from .sharded import Whole, wholes
 from .stored_gradient import StoredGradient
 
 _TRIES = 2
@@ -281,7 +275,6 @@ class LoopState(StepState):
         self.take_hold()
         self.note_saved()
         _STATES.add(self)
-        trace_what_is_away()
 
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self.names
@@ -659,63 +652,3 @@ def bring_for(args: Iterable[Any]) -> None:
     for value in args:
         if isinstance(value, Away) and (guard := GUARDS.get(id(value))) is not None:
             guard.fetch()
-
-
-@contextmanager
-def wrappers_shown(args: Iterable[Any]) -> Iterator[None]:
-    """Give tensor subclasses among `args` their own classes within the context, whose tensors AOTAutograd takes out."""
-    found = [a for a in args if isinstance(a, Away) and is_traceable_wrapper_subclass(a)]
-    for wrapper in found:
-        show(wrapper)
-    try:
-        yield
-    finally:
-        for wrapper in found:
-            hide(wrapper)
-
-
-def trace_what_is_away() -> None:
-    """Let torch.compile see tensors that are away as they are when they are there, until it is reset."""
-    if _begin not in compilation.start_callbacks:
-        compilation.register_start_callback(_begin)
-        compilation.register_end_callback(_end)
-
-
-_TRACING = ExitStack()
-
-
-def _begin(_: Any) -> None:
-    _TRACING.enter_context(patched([(*FROM_TENSOR, partialmethod(_from_tensor, FROM_TENSOR.now))]))
-    for state in states():
-        for resident in state.residency.residents.values():
-            show(resident.tensor)
-            show(resident.wrapper())
-    for guard in wholes():
-        show(guard.parameter)
-
-
-def _end(_: Any) -> None:
-    _TRACING.close()
-    for state in states():
-        for resident in state.residency.residents.values():
-            if resident.away:
-                hide(resident.tensor)
-                hide(resident.wrapper())
-    for guard in wholes():
-        hide(guard.parameter)
-
-
-def _from_tensor(mode: FakeTensorMode, plain: Callable[..., FakeTensor], tensor: Tensor, **how: Any) -> FakeTensor:
-    guard = GUARDS.get(id(tensor))
-    if isinstance(guard, Whole) and guard.parameter is tensor:
-        return fake_parameter(mode, tensor, guard.spec.empty)
-    if isinstance(guard, WrapperGuard) and guard.wrapper() is tensor and guard.is_away:
-        return fake_parameter(
-            mode, tensor, lambda: wrapped_again(tensor, {n: mode.from_tensor(t) for n, t in parts_of(tensor).items()})
-        )
-    resident = guard.resident() if isinstance(guard, TensorGuard) and guard.guards_one else None
-    if resident is None or resident.tensor is not tensor:  # another may have had this identity
-        return plain(mode, tensor, **how)
-    if not resident.away and tensor.nbytes == tensor.untyped_storage().nbytes():  # else it has memory with others
-        return plain(mode, tensor, **how)
-    return fake_parameter(mode, tensor, resident.spec.empty)

@@ -38,8 +38,8 @@ from .backend import _SESSIONS, overspill_backend, session_of
 from .dynamo_gaps import Refused
 from .graph_compiler import Compiled
 from .loop_plans import guards_without
-from .loop_state import trace_what_is_away
 from .session import Session
+from .traced_away import trace_what_is_away
 
 __all__ = ["overspill_backend", "session_with"]
 GuardFilter = Callable[[Sequence[Any]], Sequence[bool]]
