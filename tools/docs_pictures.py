@@ -83,7 +83,7 @@ def draw_first() -> list[Path]:
         axes = figure.add_subplot()
         curves = (
             ("PyTorch", "#D55E00", 14, unmanaged),
-            ("Overspill", "#0072B2" if name == "memory" else "#56B4E9", -22, planned),
+            ("Overspill", "#0072B2" if name == "memory" else "#56B4E9", -60, planned),
         )
         for who, colour, above, (seconds, nbytes) in curves:
             axes.fill_between(seconds * 1e3, nbytes / GIB, step="post", color=colour, alpha=0.2, linewidth=0)
@@ -93,7 +93,7 @@ def draw_first() -> list[Path]:
             style = {"textcoords": "offset points", "ha": "center", "va": "center", "color": colour, "weight": "bold"}
             axes.annotate(words, (seconds[top] * 1e3, nbytes[top] / GIB), (0, above), **style)
         axes.axhline(room / GIB, color=ink, linestyle="--", linewidth=1)
-        words = f"memory of the GPU, less its context: {room / GIB:.1f} GiB"
+        words = f"free memory of the GPU: {room / GIB:.1f} GiB"
         axes.annotate(
             words, (seconds[-1] * 1e3, room / GIB), (-4, 5), textcoords="offset points", ha="right", color=ink
         )
