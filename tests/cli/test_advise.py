@@ -11,6 +11,7 @@ KEYS = {
 }  # fmt: skip
 CHANGE = {
     "what", "cost", "price", "minimum_capacity_bytes", "total_bytes", "fits", "step_seconds", "slowdown", "gpus", "host_bytes",
+    "budget_bytes", "trainer", "python", "before",
 }  # fmt: skip
 
 

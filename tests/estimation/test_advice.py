@@ -12,10 +12,12 @@ from torch import nn
 
 from overspill.core import Device
 from overspill.devices import load_device
-from overspill.estimation.advice import Advice, Price, advice
+from overspill.estimation.advice import CALLBACK, Advice, Price, advice
 from overspill.estimation.api import estimate
 from overspill.estimation.estimate import Estimate
 from overspill.job import Parallel
+from overspill.plans.fit import GAIN
+from overspill.report.advice import sized
 from overspill.runtime.advise import advise
 
 MIB = 1 << 20
@@ -184,6 +186,31 @@ def test_a_sharded_job_has_a_plan_of_ours_among_its_advice() -> None:
     assert ours.fits
     assert ours.step_seconds
     assert not any("fully_shard" in one.what or "overspill.compile" in one.what for one in advice(made, quick=True))
+
+
+def test_the_whole_step_is_planned_too_where_calls_alone_cost_time() -> None:
+    made = job(2600, FEW)  # less than the weights, whose update is the peak
+    calls, whole = (one for one in advise(made) if "overspill." in one.what)
+    assert calls.trainer == CALLBACK
+    assert calls.before == 'overspill.allocator("planned")'
+    assert whole.python.startswith("step = overspill.train_step(")
+    assert whole.fits
+    assert whole.slowdown * GAIN < calls.slowdown  # type: ignore[operator]
+    for ours in (calls, whole):
+        named = sized(ours, made.device.memory_bytes)
+        assert f'budget="{ours.budget_bytes >> 20}MiB"' in named.python  # type: ignore[operator]
+        assert ours.minimum_capacity_bytes <= ours.budget_bytes  # type: ignore[operator]
+        assert ours.budget_bytes <= made.device.memory_bytes - (made.total.high - made.total.central)  # type: ignore[operator]
+
+
+def test_changes_carry_the_arguments_of_trainer() -> None:
+    _, all_of_it = found(6000)
+    assert told(all_of_it, "checkpointing").trainer == "gradient_checkpointing=True"
+    assert told(all_of_it, "autocast").trainer == "bf16=True"
+    one = told(all_of_it, "accumulating")
+    assert one.trainer.startswith(f"per_device_train_batch_size={one.what.split()[1]}, gradient_acc")
+    assert told(all_of_it, "8bit").trainer == 'optim="adamw_bnb_8bit"'
+    assert not told(all_of_it, "another GPU").trainer
 
 
 def test_estimates_show_the_first_five() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -19,18 +18,6 @@ if TYPE_CHECKING:  # an estimate does without the runtime
 
 MOST_LINES = 3
 """The most changes whose lines are shown to paste."""
-_OF_TRAINER = (
-    (r"activation checkpointing", "gradient_checkpointing=True"),
-    (r"mixed precision: torch.autocast in bfloat16", "bf16=True"),
-    (r"mixed precision: torch.autocast in float16", "fp16=True"),
-    (r"batch (\d+) instead of \d+, accumulating gradients over (\d+)",
-        r"per_device_train_batch_size=\1, gradient_accumulation_steps=\2"),
-    (r"torch\.optim\.AdamW\(…, fused=True\)", 'optim="adamw_torch_fused"'),
-    (r"adamw8bit of bitsandbytes", 'optim="adamw_bnb_8bit"'),
-    (r"adafactor", 'optim="adafactor"'),
-    (r'overspill\.compile\(model, budget=("\w+")\)', r"callbacks=[overspill.callbacks.Budget(\1)]"),
-)  # fmt: skip
-"""Changes as they are worded, and the arguments of TrainingArguments, or of Trainer, that make them."""
 
 
 def advice_answer(advice: Advice) -> dict[str, Any]:
@@ -76,11 +63,12 @@ def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_
         notes.append("Nothing that was tried makes it need less.")
     title = f"What {made.name} needs on {made.device.name}, and what takes less"
     table = changes_table(found, as_it_is)
-    fitting = [
-        (advice.what, line) for advice in found if advice.fits and (line := _for_trainer(advice) or _line(advice))
-    ]
-    lines = [PasteLine(line, f"{'Or ' * bool(number)}{what}:") for number, (what, line) in enumerate(fitting)]
-    helped = () if made.fits() else tuple(lines[:MOST_LINES])
+    lines: list[PasteLine] = []
+    for advice in [advice for advice in found if advice.fits and (advice.trainer or advice.python)][:MOST_LINES]:
+        if advice.before:
+            lines.append(PasteLine(advice.before, "First of all, before CUDA is used:"))
+        lines.append(PasteLine(advice.trainer or advice.python, f"{'Or ' * bool(lines)}{advice.what}:"))
+    helped = () if made.fits() else tuple(lines)
     return Page(title, Verdict(verdict.text, verdict.good), (table,), tuple(notes), helped)
 
 
@@ -124,8 +112,7 @@ def changes_table(found: Sequence[Advice], *first: tuple[Cell, ...]) -> Table:
 
 def _row(advice: Advice) -> tuple[Cell, ...]:
     host = "" if advice.host_bytes is None else f"; {format_bytes(advice.host_bytes)} of the host's memory"
-    line = _for_trainer(advice)
-    trainer = f"; in Trainer: {line}" if line else ""
+    trainer = f"; in Trainer: {advice.trainer}" if advice.trainer else ""
     return (
         advice.what, advice.minimum_capacity_bytes, advice.total_bytes, advice.fits, advice.step_seconds,
         f"{advice.cost}{host}{trainer}",
@@ -133,22 +120,10 @@ def _row(advice: Advice) -> tuple[Cell, ...]:
 
 
 def sized(advice: Advice, memory_bytes: int) -> Advice:
-    """Return advice to call Overspill with the budget in place of an ellipsis: what it needs, or all of the device."""
-    rounded = -(-(advice.minimum_capacity_bytes or memory_bytes) >> 20)
-    size = f'"{min(rounded, memory_bytes >> 20)}MiB"' if advice.fits is not False else f'"{rounded}MiB"'
-    what = advice.what.replace("budget=…", f"budget={size}")
-    return replace(advice, what=what.replace("train_step(…)", f"train_step(model, loss_fn, optimizer, budget={size})"))
+    """Return advice to call Overspill with the budget in place of an ellipsis: its own, or all of the device."""
+    rounded = memory_bytes >> 20 if advice.budget_bytes is None else -(-advice.budget_bytes >> 20)
 
+    def filled(text: str) -> str:
+        return text.replace("budget=…", f'budget="{rounded}MiB"').replace("Budget(…)", f'Budget("{rounded}MiB")')
 
-def _line(advice: Advice) -> str:
-    """Return the line of Python that compiles a model which Trainer does not take: it is larger than the device."""
-    found = re.match(r"overspill\.compile\(model, .*?\)", advice.what)
-    return "" if found is None else f"model = {found[0]}"
-
-
-def _for_trainer(advice: Advice) -> str:
-    """Return the argument by which transformers' Trainer makes the change; empty where it has none, or several."""
-    for pattern, line in _OF_TRAINER:
-        if (found := re.match(pattern, advice.what)) is not None:
-            return found.expand(line)
-    return ""
+    return replace(advice, what=filled(advice.what), trainer=filled(advice.trainer), python=filled(advice.python))

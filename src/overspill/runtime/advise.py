@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from overspill.core import Device
+from overspill.core.budget import Budget
 from overspill.core.errors import InfeasibleBudgetError, OverspillError
 from overspill.costs import op_seconds
-from overspill.estimation.advice import Advice, Price, advice
+from overspill.estimation.advice import CALLBACK, COMPILED, Advice, Price, Vain, advice
 from overspill.estimation.estimate import Estimate
 from overspill.job import Job
 from overspill.placement.allocators.planned import CALLED, LIVE
+from overspill.plans.fit import GAIN, NEAR
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
 from overspill.simulate import simulate
@@ -22,12 +24,14 @@ from .options import Options
 from .preview import JobStep, preview, step_of
 from .transfer.stores import store_bytes
 
-_COMPILE, _TRAIN_STEP = "overspill.compile(model, budget=…)", "overspill.train_step(…)"
-_SHARDED = "overspill.train_step(…) of the model in fully_shard"
+_TRAIN_STEP = "overspill.train_step(model, loss_fn, optimizer, budget=…)"
+_SHARDED = f"{_TRAIN_STEP} of the model in fully_shard"
+OTHERS = 0.02
+"""The share of a GPU's memory that a budget leaves to other programs, as a display, and to the loop's own tensors."""
 
 
 def advise(
-    estimate: Estimate, progress: Callable[[str], None] | None = None, vain: Callable[[str, str], object] | None = None
+    estimate: Estimate, progress: Callable[[str], None] | None = None, vain: Vain | None = None
 ) -> Iterator[Advice]:
     """Yield the changes that would help the job of this estimate, each one tried, the cheapest first.
 
@@ -35,7 +39,7 @@ def advise(
     """
     planner = None
     if estimate.retrace is not None and _can_plan(job := estimate.retrace.job):
-        planner = partial(_planned, job, estimate)
+        planner = partial(_planned, job, estimate, vain or (lambda *_: None))
     return advice(estimate, planner, progress, vain=vain)
 
 
@@ -92,34 +96,71 @@ def _can_plan(job: Job) -> bool:
     return job.batch is not None
 
 
-def _planned(job: Job, estimate: Estimate) -> Advice | None:
-    """Return the plan of the job within all of the device, or the memory that the smallest plan needs.
+def _planned(job: Job, estimate: Estimate, vain: Vain) -> list[Advice]:
+    """Return the plans of the job within the device, or the memory that the smallest plan needs.
 
-    Activations are moved first. If that is not enough, so are parameters and their update. For a sharded job it is the
-    plan of one rank.
+    Activations are moved first. If that is not enough or takes time, so are parameters and their update. For a sharded
+    job it is the plan of one rank.
     """
-    least = None
-    ways = ((False, _COMPILE), (True, _TRAIN_STEP)) if job.parallel is None else ((True, _SHARDED),)
+    device = estimate.device
+    least: Advice | None = None
+    fitting: list[Plan] = []
+    found: list[Advice] = []
+    ways = ((False, COMPILED), (True, _TRAIN_STEP)) if job.parallel is None else ((True, _SHARDED),)
     for whole_step, what in ways:
         try:
-            options = Options(device=estimate.device, whole_step=whole_step)
-            return _as_advice(preview(job, options, estimate.software, estimate), what)
+            options = Options(Budget(nbytes=_budget_bytes(estimate)), device=device, whole_step=whole_step)
+            plan = preview(job, options, estimate.software, estimate)
         except InfeasibleBudgetError as error:
-            found = Advice(what, "time; the same numbers", Price.TIME, error.floor_bytes, error.floor_bytes, fits=False)
-            least = min(least or found, found, key=lambda advice: advice.minimum_capacity_bytes or 0)
+            needed = error.floor_bytes
+            fits = needed <= device.memory_bytes
+            one = _ours(what, "time; the same numbers", needed, needed, fits=fits)
+            least = min(least or one, one, key=lambda advice: advice.minimum_capacity_bytes or 0)
+            continue
         except OverspillError:  # a model that is no one graph
-            return least
-    return least
+            break
+        if fitting and plan.step_seconds * GAIN > fitting[0].step_seconds:
+            vain(what, "no faster than compile")
+            break
+        fitting.append(plan)
+        found.append(_as_advice(plan, what))
+        if plan.slowdown <= NEAR:
+            break
+    return found or ([] if least is None else [least])
+
+
+def _budget_bytes(estimate: Estimate) -> int:
+    """Return the budget to name: the device's memory, without what is uncertain of the job and what others take."""
+    memory, total = estimate.device.memory_bytes, estimate.total
+    spare = max(total.high - total.central, int(OTHERS * memory))
+    return max(memory - spare, memory // 2) >> 20 << 20
 
 
 def _as_advice(plan: Plan, what: str) -> Advice:
     cost = f"{plan.slowdown:.2f} times the unmanaged step, simulated; the same numbers"
-    if plan.model_on_host:
-        what = what.replace("budget=…)", 'budget=…, device="cuda")') + ", the model on the CPU"
-    if plan.pool == LIVE:
-        what = f"{what} in {CALLED}"
     needed = plan.device_bytes
+    return replace(
+        _ours(what, cost, needed, plan.asked_bytes, fits=True, on_host=plan.model_on_host, live=plan.pool == LIVE),
+        step_seconds=plan.step_seconds, slowdown=plan.slowdown, host_bytes=store_bytes(plan) or None,
+    )  # fmt: skip
+
+
+def _ours(
+    what: str,
+    cost: str,
+    needed: int | None,
+    budget_bytes: int,
+    *,
+    fits: bool,
+    on_host: bool = False,
+    live: bool = False,
+) -> Advice:
+    """Return advice to call Overspill: `what`, with the model `on_host` before, in the `live` allocator."""
+    called = what.replace("budget=…)", 'budget=…, device="cuda")') if on_host else what
+    title = f"{called}, the model on the CPU" if on_host else called
+    python = f"model = {called}" if what == COMPILED else f"step = {called}" if what == _TRAIN_STEP else ""
     return Advice(
-        what, cost, Price.TIME, needed, needed, fits=True, step_seconds=plan.step_seconds, slowdown=plan.slowdown,
-        host_bytes=store_bytes(plan) or None,
+        f"{title} in {CALLED}" if live else title, cost, Price.TIME, needed, needed, fits=fits,
+        budget_bytes=budget_bytes, trainer=CALLBACK if what == COMPILED and not on_host else "", python=python,
+        before=CALLED if live else "",
     )  # fmt: skip

@@ -10,6 +10,11 @@ from typing import Any
 from overspill.capture.recording.recording import Recording
 from overspill.job import Job
 
+COMPILED = "overspill.compile(model, budget=…)"
+"""Overspill's own change; the ellipsis becomes the budget of the advice."""
+CALLBACK = "callbacks=[overspill.callbacks.Budget(…)]"
+"""The same as an argument of Trainer."""
+
 
 class Price(IntEnum):
     """The cost of a change to the user, the cheapest first."""
@@ -45,6 +50,14 @@ class Advice:
     gpus: int = 1
     host_bytes: int | None = None
     """Bytes that the change keeps in host memory."""
+    budget_bytes: int | None = None
+    """The budget to name, for Overspill's own plans alone."""
+    trainer: str = ""
+    """The arguments of transformers' TrainingArguments, or of Trainer, that make the change; may be empty."""
+    python: str = ""
+    """The line of Python that makes it, for Overspill's own plans alone."""
+    before: str = ""
+    """The line that comes first, before CUDA is used."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,8 @@ class Change:
     """The share of the optimizer state's bytes that certainly stays on the device."""
     of_update: bool = False
     """Whether it changes only the optimizer's state and its update."""
+    trainer: str = ""
+    """As in `Advice`."""
 
     def edit(self, job: Job) -> Job:
         """Return `job` with the change made."""

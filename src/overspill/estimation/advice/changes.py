@@ -20,6 +20,7 @@ RANK = 16
 """The rank of the recommended adapters: LoRA's papers and peft's examples have 8 to 64."""
 LOSS_CHUNKS = 8
 """Chunks of tokens of the recommended loss: as many as torchtune's losses have (`num_output_chunks`)."""
+_FUSED = "torch.optim.{}(…, fused=True)"
 _CONVOLUTIONS = frozenset({"convolution", "cudnn_convolution"})
 _NORMS_OF_BATCH = frozenset({"native_batch_norm", "cudnn_batch_norm", "_batch_norm_with_update"})
 
@@ -39,6 +40,7 @@ def changes(estimate: Figures, job: Job) -> Iterator[Change]:
         yield Change(
             "activation checkpointing of the repeated blocks",
             "their forward runs twice: up to a third more time, the same numbers", Price.TIME, {"checkpointing": True},
+            trainer="gradient_checkpointing=True",
         )  # fmt: skip
     if job.fine_tunes and job.loss_chunks is None:
         yield Change(
@@ -57,7 +59,10 @@ def _for_nothing(estimate: Figures, job: Job) -> Iterator[Change]:
         )
     if (named := _fused(job)) is not None:
         what, fused = named
-        yield Change(what, "nothing: a faster update", Price.NOTHING, {"optimizer": fused}, of_update=True)
+        trainer = 'optim="adamw_torch_fused"' if what == _FUSED.format("AdamW") else ""
+        yield Change(
+            what, "nothing: a faster update", Price.NOTHING, {"optimizer": fused}, of_update=True, trainer=trainer
+        )
     if job.attention == "math":
         yield Change("the attention kernel that PyTorch chooses", "nothing: faster", Price.NOTHING, {"attention": None})
     names = {op.name for op in estimate.recording.ops}
@@ -85,12 +90,12 @@ def _precision(estimate: Figures, job: Job) -> Iterator[Change]:
     elif major >= 8:
         yield Change(
             "mixed precision: torch.autocast in bfloat16", "faster; products in bfloat16", Price.PRECISION,
-            {"dtype": "amp-bfloat16"},
+            {"dtype": "amp-bfloat16"}, trainer="bf16=True",
         )  # fmt: skip
     else:
         yield Change(
             "mixed precision: torch.autocast in float16, with a GradScaler", "faster; products in float16",
-            Price.PRECISION, {"dtype": "amp"},
+            Price.PRECISION, {"dtype": "amp"}, trainer="fp16=True",
         )  # fmt: skip
     if major >= 8:
         yield Change(
@@ -119,7 +124,7 @@ def _another_method(job: Job) -> Iterator[Change]:
     if is_eight_bit(eight):
         yield Change(
             f"{eight} of bitsandbytes", "state of 8 bits: nearly the same results", Price.RESULTS, {"optimizer": eight},
-            state=0.2, of_update=True,
+            state=0.2, of_update=True, trainer='optim="adamw_bnb_8bit"' if job.optimizer == "adamw" else "",
         )  # fmt: skip
     if job.lora is None:
         yield Change(
@@ -165,4 +170,4 @@ def _fused(job: Job) -> tuple[str, MakeOptimizer] | None:
             group["fused"], group["foreach"] = True, False
         return made
 
-    return f"torch.optim.{type(tried).__name__}(…, fused=True)", fused
+    return _FUSED.format(type(tried).__name__), fused

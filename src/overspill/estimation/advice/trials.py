@@ -14,7 +14,7 @@ from overspill.job import Job, Parallel
 from overspill.job.parallel import MOST_GPUS
 from overspill.placement.allocators.caching_config import CachingConfig
 
-from .change import Advice, Change, Price, Retrace
+from .change import CALLBACK, COMPILED, Advice, Change, Price, Retrace
 from .changes import averages_over_batch, changes
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _GPUS_TRIED = 3  # numbers of GPUs, each double the one before, from the fewest 
 _SPLITS_TRIED = 4  # sizes of micro-batches
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
-Planner = Callable[[], Advice | None]
+Planner = Callable[[], Sequence[Advice]]
 Progress = Callable[[str], None]
 Vain = Callable[[str, str], object]
 """A callback with a change, and the reason why it does not help."""
@@ -139,7 +139,9 @@ class _Trials:
     def _tried(self, change: Change) -> Advice | None:
         assert self.estimate.retrace is not None
         changed = self._changed(self.estimate.batch, change.edit, change.what)
-        return None if changed is None else self._advice(changed, change.what, change.cost, change.price)
+        if changed is None:
+            return None
+        return self._advice(changed, change.what, change.cost, change.price, change.trainer)
 
     def _changed(
         self, batch: int | None, edit: Callable[[Job], Job], what: str, *, expandable: bool = False
@@ -165,7 +167,7 @@ class _Trials:
         )  # fmt: skip
         return (_expanding(changed) or changed) if expandable else changed
 
-    def _advice(self, changed: Figures, what: str, cost: str, price: Price) -> Advice | None:
+    def _advice(self, changed: Figures, what: str, cost: str, price: Price, trainer: str = "") -> Advice | None:
         """Return `changed` as advice, if the job needs less with it."""
         needed = changed.minimum_capacity_bytes
         if needed > (1 - _LEAST_SAVING) * self.estimate.minimum_capacity_bytes and (self.fits or not changed.fits()):
@@ -174,7 +176,9 @@ class _Trials:
         gpus = 1 if changed.parallel is None else changed.parallel.gpus
         self.solved |= changed.fits()
         host = changed.recording.host_bytes or None
-        return Advice(what, cost, price, needed, changed.total_bytes, changed.fits(), gpus=gpus, host_bytes=host)
+        return Advice(
+            what, cost, price, needed, changed.total_bytes, changed.fits(), gpus=gpus, host_bytes=host, trainer=trainer
+        )
 
     def _updates_little(self) -> bool:
         """Return whether no other update of the weights saves enough to count: known without a trial, as with LoRA."""
@@ -213,9 +217,10 @@ class _Trials:
             micro = -(-batch // split)
             parts = split * retrace.job.accumulate
             what = f"batch {micro} instead of {batch}, accumulating gradients over {parts} of them"
+            trainer = f"per_device_train_batch_size={micro}, gradient_accumulation_steps={parts}"
             # Two micro-batches have all that more have: the first meets no gradients, the second does.
             changed = self._changed(micro, partial(replace, accumulate=2), what)
-            found = None if changed is None else self._advice(changed, what, cost, Price.TIME)
+            found = None if changed is None else self._advice(changed, what, cost, Price.TIME, trainer)
             if found is not None and found.fits:
                 yield found
                 return
@@ -233,24 +238,23 @@ class _Trials:
             return
         if planner is not None:
             self.progress("planning within the device's memory")
-            found = planner()
-            if found is not None and (found.minimum_capacity_bytes or 0) < self.estimate.minimum_capacity_bytes:
-                self.solved |= bool(found.fits)
-                yield found
+            for found in planner():
+                if (found.minimum_capacity_bytes or 0) < self.estimate.minimum_capacity_bytes:
+                    self.solved |= bool(found.fits)
+                    yield found
             return
         if parallel is not None:
             return
         if self._hopeless([]):
             # Without a planner, only what it could do.
-            what = "overspill.compile(model, budget=…)"
             cost = "parameters and optimizer state may leave the device too"
         else:
             saved = sum(self.estimate.breakdown[name] for name in ("forward_outputs", "output_gradients"))
             if not saved:  # the peak is in the update
                 return
-            what = "overspill.compile(model, budget=…)"
             cost = f"up to {format_bytes(saved)} can leave the device or be recomputed"
-        yield Advice(what, f"time, by `overspill plan`; the same numbers: {cost}", Price.TIME)
+        cost = f"time, by `overspill plan`; the same numbers: {cost}"
+        yield Advice(COMPILED, cost, Price.TIME, trainer=CALLBACK, python=f"model = {COMPILED}")
 
     def _together(self, price: Price) -> Iterator[Advice]:
         """Yield the cheapest changes together, as many as the job needs.
@@ -305,7 +309,9 @@ class _Trials:
         what = f"together: {'; '.join(names)}"
         changed = self._changed(micro, edit, what, expandable=self.expandable)
         price = max((change.price for change in chosen), default=Price.TIME)
-        found = None if changed is None else self._advice(changed, what, "that of each", price)
+        arguments = [change.trainer for change in chosen]
+        trainer = ", ".join(arguments) if all(arguments) and split == 1 and not self.expandable else ""
+        found = None if changed is None else self._advice(changed, what, "that of each", price, trainer)
         if found is not None and not found.fits:
             self.vain(what, _NOT_ENOUGH)
             return None
