@@ -12,7 +12,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from overspill.core import OF_OPS, Device, Graph, Instruction, Op, Phase, Schedule, Stream, TensorKind, Verb, numbered
+from overspill.core import (
+    OF_OPS,
+    Device,
+    Graph,
+    Instruction,
+    Op,
+    Phase,
+    Schedule,
+    Stream,
+    TensorKind,
+    Timeline,
+    Verb,
+    numbered,
+)  # fmt: skip
 from overspill.simulate import simulate
 
 from .fastest import fastest
@@ -299,6 +312,34 @@ class _Insertion:
 
     def _add(self, verb: Verb, target: int) -> None:
         self.made.append((self.index, Instruction(verb, target)))
+
+
+def begun_when_free(graph: Graph, schedule: Schedule, timeline: Timeline) -> Schedule:
+    """Return `schedule` with each update where the host begins it by `timeline`, if nothing needs it before.
+
+    What an update reads need not be in host memory earlier, and the disk below brings first what is needed first.
+    """
+    starts = {e.instruction: e.start_seconds for e in timeline.events if e.verb is Verb.RUN_ON_HOST}
+    made: list[Instruction] = []
+    waiting: list[tuple[float, Instruction]] = []
+    now = 0.0
+    for index, instruction in enumerate(schedule.instructions):
+        if index in starts:
+            waiting.append((starts[index], instruction))
+            continue
+        touched = {instruction.target}
+        if instruction.verb in OF_OPS:
+            touched = {*graph.ops[instruction.target].writes}
+        needed = [
+            at for at, (start, update) in enumerate(waiting)
+            if start <= now or not touched.isdisjoint((op := graph.ops[update.target]).reads + op.writes)
+        ]  # fmt: skip
+        behind = max(needed, default=-1) + 1
+        made += [update for _, update in waiting[:behind]]
+        del waiting[:behind]
+        made.append(instruction)
+        now = timeline.clock_seconds[index]
+    return replace(schedule, instructions=(*made, *(update for _, update in waiting)))
 
 
 def bytes_of_update(graph: Graph, op: Op) -> int:

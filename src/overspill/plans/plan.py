@@ -15,7 +15,7 @@ from overspill.core.reportable import Reportable
 from overspill.core.units import format_apart, format_bytes
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.floor import peak_of
-from overspill.planning.on_host import without
+from overspill.planning.on_host import begun_when_free, without
 from overspill.planning.overlap import computing_seconds
 from overspill.policies import POLICIES, Policy, policy_named
 from overspill.policies.in_core import Liveness
@@ -227,12 +227,14 @@ def make_plan(
         raise RequestError(
             f"policy {policy} gave {schedule!r}, which is no Schedule; its `_plan` is to return what `assemble` makes"
         )
+    seconds = op_seconds(graph, device, times)
+    if device.host_bytes and schedule.counts[Verb.RUN_ON_HOST]:
+        schedule = begun_when_free(graph, schedule, simulate(graph, schedule, device, seconds))
     # Verify the schedule independently of the policy.
     result = check(graph, schedule)
     if result.peak_bytes > budget_bytes and not chosen.unlimited:
         raise _over_budget(graph, schedule, device, budget_bytes)
     # Simulate it, and the unmanaged step for comparison.
-    seconds = op_seconds(graph, device, times)
     plain = Liveness().plan(graph, device)
     tiers, timeline = tiers_of(graph, schedule, device, seconds)
     return Plan(

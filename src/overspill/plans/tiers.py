@@ -5,12 +5,14 @@ known. Steps follow one another, so time is a ring. A *gap* is the time between 
 too much, those go whose next use is furthest (Belady, IBM Systems Journal 5(2), 1966), counting what the disk has to
 move for each: a copy that the disk has already costs its read only. Those that a linear program has there go first, if
 that moves less. They come back just early enough for the disk's rate, if host memory has space by then.
+
+An update on the host ends a copy of what it writes and begins another in the same host memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -49,6 +51,8 @@ class _Copy:
     reads: list[tuple[int, int]] = field(default_factory=list)
     lasts: bool = False
     """Whether the next step reads it."""
+    ends_in_update: bool = False
+    """Whether it ends where the host writes the next copy to its memory."""
 
 
 def with_tiers(
@@ -61,17 +65,16 @@ def with_tiers(
     timeline = simulate(None)
     if not device.host_bytes:
         return None, timeline
-    ring, clock = _Ring(graph, schedule, device), timeline.clock_seconds
+    ring = _Ring(graph, schedule, device)
     if not (unplanned := ring.unplanned()).fits:
         rates = device.disk_read_bytes_per_second, device.disk_write_bytes_per_second
         worst = sum(unplanned.disk_bytes / rate for rate in rates)  # as if each copy were waited for
         return unplanned, replace(timeline, step_seconds=timeline.step_seconds + worst)
     found: dict[Tiers, Timeline] = {}
     for earliness in EARLINESS:
-        tiers = ring.tiers(clock, earliness)
+        tiers = ring.tiers(timeline, earliness)
         if tiers not in found:
-            found[tiers] = simulate(tiers)
-            clock = found[tiers].clock_seconds
+            found[tiers] = timeline = simulate(tiers)
         if not tiers.stays:
             break
     return min(found.items(), key=lambda one: one[1].step_seconds)
@@ -97,13 +100,13 @@ class _Ring:
             return [(0, self.count)]
         made = copy.made[0]
         if not copy.lasts:
-            return [(made, self._end_of(copy) + 1)]
+            return [(made, max(made, self._end_of(copy) + 1))]
         return [(made, self.count), (0, self._end_of(copy) + 1)]
 
     def _end_of(self, copy: _Copy) -> int:
         """Return the instruction at which a copy is needed no more."""
         assert copy.made is not None
-        before = [end for start, end in copy.reads if not copy.lasts or start < copy.made[0]]
+        before = [end for start, end in copy.reads if not copy.lasts or start <= copy.made[0]]
         if copy.lasts and not before:
             return copy.made[0] - 1
         return max(before, default=copy.made[1])
@@ -113,7 +116,7 @@ class _Ring:
         if copy.made is None:
             uses = [*copy.reads, (copy.reads[0][0] + self.count, 0)] if copy.reads else []
         else:
-            later = [(start + self.count * (start < copy.made[0]), end) for start, end in copy.reads]
+            later = [(start + self.count * (start < copy.made[0] + copy.lasts), end) for start, end in copy.reads]
             uses = [copy.made, *sorted((s, e + self.count * (s >= self.count)) for s, e in later)]
         for (_, end), (start, _) in pairwise(uses):
             if end + 1 < start:
@@ -147,15 +150,15 @@ class _Ring:
         whole = sum(copy.nbytes for copy in self.copies)
         return Tiers(self.budget, self.in_use_bytes, start_bytes=0, disk_bytes=whole, least_moved_bytes=0)
 
-    def tiers(self, clock_seconds: Sequence[float], earliness: float) -> Tiers:
-        """Return the stays on the disk, by the times at which instructions end."""
-        clock = np.asarray(clock_seconds)
+    def tiers(self, timeline: Timeline, earliness: float) -> Tiers:
+        """Return the stays on the disk, by the times at which instructions end and updates on the host begin."""
+        clock = np.asarray(timeline.clock_seconds)
         least, shares = self._relaxed
         chosen = min((self._chosen(clock, known) for known in ({}, shares)), key=self._moved)
         held = self.held.copy()
         for gap in chosen:
             self._add(held, gap.begin, gap.end, -gap.nbytes)
-        begun = self._read_ahead(chosen, clock, earliness, held)
+        begun = self._read_ahead(chosen, timeline, earliness, held)
         on_disk: set[int] = set()
         stays = []
         for gap in sorted(chosen, key=lambda gap: (gap.copy, gap.begin)):
@@ -165,7 +168,7 @@ class _Ring:
             stays.append(
                 DiskStay(copy.tensor, gap.begin % self.count, begun[gap] % self.count, gap.end % self.count, written)
             )
-        ends = [(self._end_of(copy), copy.tensor) for copy in self.copies if copy.made is not None]
+        ends = [(self._end_of(copy), copy.tensor) for copy in self.copies if copy.made and not copy.ends_in_update]
         start = sum(c.nbytes for c in self.copies if c.made is None or c.lasts)
         start -= sum(g.nbytes for g in chosen if g.begin < self.count <= begun[g])
         return Tiers(
@@ -223,21 +226,29 @@ class _Ring:
         inside = ((begins <= now) & (now < ends)) | ((begins <= now + self.count) & (now + self.count < ends))
         return [self.gaps[number] for number in np.flatnonzero(inside)]
 
-    def _read_ahead(self, chosen: list[_Gap], clock: np.ndarray, earliness: float, held: np.ndarray) -> dict[_Gap, int]:
+    def _read_ahead(
+        self, chosen: list[_Gap], timeline: Timeline, earliness: float, held: np.ndarray
+    ) -> dict[_Gap, int]:
         """Return where each copy begins to come back; `held` becomes what is in host memory then.
 
         From the last to the first, each is read before the one behind it, and before it is needed. Then those needed
         first take host memory first.
         """
+        clock = np.asarray(timeline.clock_seconds)
+        updates = {e.instruction: e.start_seconds for e in timeline.events if e.verb is Verb.RUN_ON_HOST}
         whole = float(clock[-1]) if len(clock) else 0.0
         ended = np.concatenate([clock - whole, clock])  # of the step before, and of this one
-        by_need = sorted(chosen, key=lambda gap: (gap.end % self.count, gap.copy))
+
+        def need(gap: _Gap) -> float:
+            before = float(ended[self.count + gap.end % self.count - 1])
+            return updates.get(gap.end % self.count, before)
+
+        by_need = sorted(chosen, key=lambda gap: (need(gap), gap.end % self.count, gap.copy))
         latest: dict[_Gap, int] = {}
         free = 2 * whole
         for shift in (whole, 0.0):  # what the next step needs first is read in this one
             for gap in reversed(by_need):
-                due = float(ended[self.count + gap.end % self.count - 1]) + shift
-                free = min(due, free) - earliness * self.device.disk_read_seconds(gap.nbytes)
+                free = min(need(gap) + shift, free) - earliness * self.device.disk_read_seconds(gap.nbytes)
                 latest[gap] = int(np.searchsorted(ended, free - shift, side="right")) - self.count
         begun: dict[_Gap, int] = {}
         for gap in by_need:
@@ -290,29 +301,56 @@ def page_bytes(nbytes: int) -> int:
 def _copies(graph: Graph, schedule: Schedule) -> list[_Copy]:
     """Return the copies in the store of one step; one that the next step reads is there at the start, too."""
     events: dict[int, list[tuple[int, Verb]]] = {}
+    on_host = {*schedule.targets(Verb.RUN_ON_HOST)}
+    on_device = {t for op in graph.ops if op.id not in on_host for t in op.writes}
     for index, instruction in enumerate(schedule.instructions):
-        if instruction.verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD, Verb.PREFETCH, Verb.AWAIT_PREFETCH):
+        if instruction.verb is Verb.RUN_ON_HOST:
+            op = graph.ops[instruction.target]
+            for tensor in op.reads:
+                events.setdefault(tensor, []).append((index, Verb.RUN_ON_HOST))
+            for tensor in op.writes:
+                events.setdefault(tensor, []).append((index, Verb.RUN))
+        elif instruction.verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD, Verb.PREFETCH, Verb.AWAIT_PREFETCH):
             events.setdefault(instruction.target, []).append((index, instruction.verb))
     made = []
     for tensor in sorted({*events, *schedule.stored}):
         nbytes = page_bytes(graph.tensors[tensor].nbytes)
-        found = [_Copy(tensor, nbytes, None)]
-        since = 0
-        for index, verb in events.get(tensor, ()):
-            if verb is Verb.OFFLOAD:
-                found.append(_Copy(tensor, nbytes, (index, index)))
-            elif verb is Verb.AWAIT_OFFLOAD:
-                found[-1].made = found[-1].made and (found[-1].made[0], index)
-            elif verb is Verb.PREFETCH:
-                since = index
-            else:
-                found[-1].reads.append((since, index))
-        before, *copies = found
+        before, *copies = _copies_of(tensor, nbytes, events.get(tensor, ()))
         if not copies:  # no step writes it
             made.append(before)
             continue
-        if tensor in schedule.stored:  # the last is the one that the next step reads
+        # The last is the one that the next step reads.
+        if tensor in schedule.stored or (graph.tensors[tensor].persistent and tensor not in on_device):
             copies[-1].lasts = True
             copies[-1].reads += before.reads
+            copies[-1].ends_in_update = before.ends_in_update
         made += copies
     return made
+
+
+def _copies_of(tensor: int, nbytes: int, events: Iterable[tuple[int, Verb]]) -> list[_Copy]:
+    """Return the copies of a tensor, from the one before the step on.
+
+    Of updates on the host, RUN_ON_HOST stands for a read, and RUN for a write, which reads too.
+    """
+    found = [_Copy(tensor, nbytes, None)]
+    since = 0
+    for index, verb in events:
+        last = found[-1]
+        if verb is Verb.OFFLOAD:
+            found.append(_Copy(tensor, nbytes, (index, index)))
+        elif verb is Verb.AWAIT_OFFLOAD:
+            last.made = last.made and (last.made[0], index)
+        elif verb is Verb.PREFETCH:
+            since = index
+        elif verb is Verb.AWAIT_PREFETCH:
+            last.reads.append((since, index))
+        elif verb is Verb.RUN_ON_HOST:
+            last.reads.append((index, index))
+        else:
+            if last.reads and last.reads[-1][0] == index:
+                last.reads.pop()
+            last.reads.append((index, index - 1))
+            last.ends_in_update = True
+            found.append(_Copy(tensor, nbytes, (index, index)))
+    return found

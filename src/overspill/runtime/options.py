@@ -97,11 +97,6 @@ class Options:
             if getattr(self, name) is not None and not has_tiers(self.store):
                 tiers = " or ".join(f"store={store!r}" for store in STORES if has_tiers(store))
                 raise RequestError(f"{name}= is for a store with a disk below host memory; add {tiers}")
-        if has_tiers(self.store) and getattr(policy_named(self.policy), "update", "device") != "device":
-            raise RequestError(
-                f"update= with store={self.store!r}: updates on the host need their state in host memory, and a disk "
-                "below it is planned for updates on the device alone; leave update out, or take the store without +disk"
-            )
         if self.host_budget is not None:
             given = str(self.host_budget).strip()
             if parse_bytes(self.host_budget) < (1 << 20) and given.isdecimal():

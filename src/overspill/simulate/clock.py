@@ -35,8 +35,9 @@ def simulate(
     of a step in a row of equal steps, once each begins with as much left to do. If STEPS steps do not get there, it is
     the first one, which then ends with its updates: no row of steps takes longer.
 
-    With `tiers`, copies go on to a disk below the store. Transfers then wait for their copies, and for space in host
-    memory, and so does a GPU's host. The Timeline is that of the last of several steps in a row.
+    With `tiers`, copies go on to a disk below the store. Transfers and updates on the host then wait for their copies,
+    transfers also for space in host memory, and so does a GPU's host. The Timeline is that of the last of several steps
+    in a row.
     """
     if schedule.counts[Verb.RUN_ON_HOST] and not device.host_update_bytes_per_second:
         raise RequestError(
@@ -104,10 +105,10 @@ class _Clock:
         self.times: list[float] = []
         for index, instruction in enumerate(schedule.instructions):
             if disk is not None:
-                disk.before(index, self.host if device.runs_behind_host else self.now, self.arrival)
+                disk.before(index, self.host if device.runs_behind_host else self.now, self.arrival, self.updated)
             self.step(index, instruction)
             if disk is not None:
-                disk.behind(index, self.arrival)
+                disk.behind(index, self.arrival, self.updated)
 
     @property
     def end(self) -> float:
@@ -225,6 +226,8 @@ class _Clock:
         op = self.graph.ops[instruction.target]
         self._issue(index)
         start = max(self.now, self.host, self.host_free)
+        if self.disk is not None:
+            start = max([start, *map(self.disk.back, op.reads + op.writes)])
         moved = op.moved_bytes or sum(self.nbytes[t] for t in op.reads + op.writes)
         self.host_free = start + self.device.host_update_seconds(moved)
         self.updated.update(dict.fromkeys(((Stream.OFFLOAD, t) for t in op.reads + op.writes), self.host_free))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
+from collections.abc import Mapping
 
-from overspill.core import Device, DiskStay, Event, Instruction, Stream, Tiers, Verb
+from overspill.core import COPIES, Device, DiskStay, Event, Instruction, Stream, Tiers, Verb
+
+Times = Mapping[tuple[Stream, int], float]
 
 
 class DiskLane:
-    """The disk, which reads and writes one copy after another, over several steps.
+    """The disk, which reads one copy after another, over several steps, and writes each as it may leave.
 
-    Host memory is taken when a copy begins to arrive from either side. It is given back when the copy has been written
-    to the disk, or is needed no more. What needs more than is free waits.
+    Reads and writes share its time: what comes first in the program has it first. Host memory is taken when a copy
+    begins to arrive from either side. It is given back when the copy has been written, or is needed no more. What needs
+    more than is free waits.
     """
 
     def __init__(self, device: Device, tiers: Tiers, nbytes: list[int]) -> None:
@@ -27,60 +31,112 @@ class DiskLane:
             self._reads[stay.read].append(stay)
         for end, tensor in tiers.ends:
             self._ends[end].append(tensor)
-        self._budget = tiers.host_budget_bytes
-        self._used = tiers.start_bytes
-        self._released: list[tuple[float, int]] = []
-        self._free = 0.0
+        self._memory = _HostMemory(tiers.host_budget_bytes, tiers.start_bytes)
+        self._busy: list[tuple[float, float]] = []
+        """When it has work: disjoint spans in order, in seconds."""
+        self._read_free = 0.0
         self._back: dict[int, float] = {}
         """When a copy is in host memory again."""
 
-    def before(self, index: int, now: float, arrival: dict[tuple[Stream, int], float]) -> None:
-        """Start at `now` what is to start before instruction `index`; `arrival` is when each transfer ends."""
-        for stay in self._writes[index]:
-            begin = max(now, arrival.get((Stream.OFFLOAD, stay.tensor), 0.0))
-            end = begin
-            if stay.is_written:
-                end = self._busy(index, Verb.OFFLOAD, stay.tensor, begin)
-            self._give(end, stay.tensor)
-        for stay in self._reads[index]:
-            begin = self._space(stay.tensor, now)
-            self._back[stay.tensor] = self._busy(index, Verb.PREFETCH, stay.tensor, begin)
+    def before(self, index: int, now: float, arrival: Times, updated: Times) -> None:
+        """Start at `now` what is to start before instruction `index`.
 
-    def behind(self, index: int, arrival: dict[tuple[Stream, int], float]) -> None:
+        `arrival` is when each transfer ends, `updated` when the host is done with a copy.
+        """
+        for stay in self._writes[index]:
+            end = max(now, _over(stay.tensor, arrival, updated))
+            if stay.is_written:
+                end = self._work(index, Verb.OFFLOAD, stay.tensor, end)
+            self._memory.give(end, self.nbytes[stay.tensor])
+        for stay in self._reads[index]:
+            begin = self._memory.take(max(now, self._read_free), self.nbytes[stay.tensor])
+            self._read_free = self._back[stay.tensor] = self._work(index, Verb.PREFETCH, stay.tensor, begin)
+        self._memory.forget_before(now)
+
+    def behind(self, index: int, arrival: Times, updated: Times) -> None:
         """Give back the host memory of copies that are needed no more behind instruction `index`."""
         for tensor in self._ends[index]:
-            ended = (arrival.get((stream, tensor), 0.0) for stream in (Stream.OFFLOAD, Stream.PREFETCH))
-            self._give(max(ended), tensor)
+            self._memory.give(_over(tensor, arrival, updated), self.nbytes[tensor])
+
+    def back(self, tensor: int) -> float:
+        """Return when the copy of a tensor is in host memory again."""
+        return self._back.get(tensor, 0.0)
 
     def ready(self, instruction: Instruction, start: float) -> float:
         """Return when a transfer that could begin at `start` finds its copy, or space for it, in host memory."""
         if instruction.verb is Verb.OFFLOAD:
-            return self._space(instruction.target, start)
-        return max(start, self._back.get(instruction.target, 0.0))
+            return self._memory.take(start, self.nbytes[instruction.target])
+        return max(start, self.back(instruction.target))
 
     def next_step(self, seconds: float) -> list[Event]:
         """Go on to the next step, which begins `seconds` behind this one, and return the events of this one."""
         made, self.events = self.events, []
-        self._free -= seconds
+        self._read_free -= seconds
         self._back = {tensor: until - seconds for tensor, until in self._back.items()}
-        self._released = [(until - seconds, nbytes) for until, nbytes in self._released]
+        self._busy = [(start - seconds, end - seconds) for start, end in self._busy if end > seconds]
+        self._memory.next_step(seconds)
         return made
 
-    def _busy(self, index: int, verb: Verb, tensor: int, begin: float) -> float:
-        seconds = self.device.disk_write_seconds if verb is Verb.OFFLOAD else self.device.disk_read_seconds
-        begin = max(begin, self._free)
-        self._free = begin + seconds(self.nbytes[tensor])
-        self.events.append(Event(index, verb, tensor, Stream.DISK, begin, self._free))
-        return self._free
-
-    def _give(self, when: float, tensor: int) -> None:
-        heapq.heappush(self._released, (when, self.nbytes[tensor]))
-
-    def _space(self, tensor: int, now: float) -> float:
-        """Take host memory for a copy, and return when it is there."""
-        while self._released and (self._released[0][0] <= now or self._used + self.nbytes[tensor] > self._budget):
-            when, nbytes = heapq.heappop(self._released)
-            self._used -= nbytes
-            now = max(now, when)
-        self._used += self.nbytes[tensor]
+    def _work(self, index: int, verb: Verb, tensor: int, begin: float) -> float:
+        """Give a copy the time from `begin` on that no other has, and return when it is done."""
+        left = (self.device.disk_write_seconds if verb is Verb.OFFLOAD else self.device.disk_read_seconds)(
+            self.nbytes[tensor]
+        )
+        first = at = bisect_right(self._busy, begin, key=lambda span: span[1])
+        now, joined = begin, begin
+        if at < len(self._busy) and self._busy[at][0] <= begin:
+            joined, now, at = *self._busy[at], at + 1
+        while left > 0:
+            spent = min(left, self._busy[at][0] - now) if at < len(self._busy) else left
+            if spent:
+                self.events.append(Event(index, verb, tensor, Stream.DISK, now, now + spent))
+            now, left = now + spent, left - spent
+            if left > 0:
+                now, at = self._busy[at][1], at + 1
+        self._busy[first:at] = [(joined, now)]
         return now
+
+
+class _HostMemory:
+    """Host memory over time, `used` bytes of `budget` at first."""
+
+    def __init__(self, budget: int, used: int) -> None:
+        self._budget = budget
+        self._last = used
+        """The bytes behind all changes that are known."""
+        self._changes: list[tuple[float, int]] = []
+
+    def give(self, when: float, nbytes: int) -> None:
+        """Have so many bytes less in use from `when` on."""
+        insort(self._changes, (when, -nbytes))
+        self._last -= nbytes
+
+    def take(self, now: float, nbytes: int) -> float:
+        """Take bytes as soon from `now` on as they stay free of others, and return when that is."""
+        used, when = self._last, now
+        for at in range(len(self._changes) - 1, -1, -1):
+            time, change = self._changes[at]
+            if time <= now:
+                break
+            if used + nbytes > self._budget:  # behind this change: only the next one makes space
+                when = self._changes[min(at + 1, len(self._changes) - 1)][0]
+                break
+            used -= change
+        else:
+            if used + nbytes > self._budget and self._changes:
+                when = max(now, self._changes[0][0])
+        insort(self._changes, (when, nbytes))
+        self._last += nbytes
+        return when
+
+    def forget_before(self, now: float) -> None:
+        """Forget when bytes changed before `now`, which nothing asks for any more."""
+        del self._changes[: bisect_left(self._changes, (now, 0))]
+
+    def next_step(self, seconds: float) -> None:
+        self._changes = [(when - seconds, change) for when, change in self._changes]
+
+
+def _over(tensor: int, arrival: Times, updated: Times) -> float:
+    """Return when the last transfer and the last update of a copy are over."""
+    return max(times.get((stream, tensor), 0.0) for times in (arrival, updated) for stream in COPIES)

@@ -61,6 +61,9 @@ def settle(store: HostDiskStore) -> None:
         lane.drain()
 
 
+UPDATES = pytest.mark.parametrize("update", ["device", "host"])
+
+
 @pytest.mark.parametrize(
     ("model", "host_budget", "options"),
     [
@@ -68,8 +71,10 @@ def settle(store: HostDiskStore) -> None:
         (Wide, "600KiB", {"policy": "window", "checksum": True}),
         (Wide, "600KiB", {"accumulate": 2, "clip_norm": 0.5}),
         (Wide, "600KiB", {"placement": "planned"}),
+        (Wide, "600KiB", {"update": "host"}),
+        (Wide, "600KiB", {"update": "auto", "accumulate": 2, "clip_norm": 0.5, "checksum": True}),
     ],
-    ids=["whole step", "checksums", "micro-batches", "arena"],
+    ids=["whole step", "checksums", "micro-batches", "arena", "updates on the host", "wherever they are faster"],
 )
 def test_bits_are_plain_s(model: Any, host_budget: str, options: dict[str, Any], tmp_path: Path) -> None:
     pair = pair_of(tmp_path, model, host_budget, **options)
@@ -115,8 +120,11 @@ def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
     pair.step.close()
 
 
-def test_a_full_disk_is_an_error_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = pair_of(tmp_path)
+@UPDATES
+def test_a_full_disk_is_an_error_and_nothing_is_lost(
+    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = pair_of(tmp_path, update=update)
     pair.train(2)
 
     def full(*_: Any) -> int:
@@ -142,10 +150,11 @@ def test_a_full_disk_is_an_error_and_nothing_is_lost(tmp_path: Path, monkeypatch
     pair.step.close()
 
 
+@UPDATES
 def test_a_disk_that_gives_nothing_back_is_an_error_until_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = pair_of(tmp_path)
+    pair = pair_of(tmp_path, update=update)
     pair.train(2)
     torch.manual_seed(4)
     expected = pair.plain(*pair.inputs)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import gc
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.runtime.transfer.engines import send
 from tests.runtime.transfer.fake_cuda import FakeCuda
 from tests.runtime.transfer.test_stores import FakePages, read, some_bytes
 from torch import Tensor
 
 from overspill.core.errors import RequestError, StoreError
+from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.registry import make_store
-from overspill.runtime.transfer.stores import PAGE_BYTES, Slot
+from overspill.runtime.transfer.stores import PAGE_BYTES
 from overspill.runtime.transfer.tiers import (
     FreeMemory,
     HostDiskStore,
@@ -133,14 +136,9 @@ def test_what_is_written_where_a_slot_is_shown_is_kept(tmp_path: Path) -> None:
 class LateLane(TieredLane):
     """A lane whose copies run only when somebody waits for them, which is as late as CUDA may."""
 
-    def _copied(self, slot: Slot, memory: Tensor) -> None:
-        pieces = list(self._pieces)
-
-        def run() -> None:
-            self._pieces = pieces
-            super(LateLane, self)._copied(slot, memory)
-
-        self._streams.current.queue.append(run)
+    def _enqueue_pieces(self, pieces: Sequence[Tensor], memory: Tensor) -> None:
+        later = super()._enqueue_pieces
+        self._streams.current.queue.append(lambda: later(pieces, memory))
 
 
 def test_a_gpu_s_copies_are_done_before_their_host_memory_is_another_s(tmp_path: Path) -> None:
@@ -193,3 +191,42 @@ def test_a_tensor_larger_than_host_memory_and_several_directories_elsewhere_are_
     store.close()
     with pytest.raises(RequestError, match="one directory"):
         make_store("disk", CPU, [tmp_path, tmp_path])
+
+
+def test_an_update_on_the_host_has_its_memory_in_a_row_and_begins_again_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HostDiskStore(tmp_path, 8 * PAGE_BYTES)
+    engine = make_engine(store, CPU)
+    first, other = (send(engine, torch.full((2 * PAGE_BYTES // 4,), value)) for value in (1.0, 2.0))
+    fillers = [send(engine, torch.zeros(PAGE_BYTES // 4)) for _ in range(4)]
+    del fillers[::2]  # what is free is in pieces
+    engine.to_disk(first)
+    settled(store)
+    with store._lock:
+        store._take_back()
+        slot = engine._table[first.data_ptr()].slot
+        assert isinstance(slot, TieredSlot)
+        store._drop(slot)
+        pages = sorted(piece for _ in range(4) for piece in store._memory.take(PAGE_BYTES) or ())
+        store._memory.give([pages[0], pages[-1]])
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def update(weight: Tensor, gradient: Tensor) -> None:
+        weight.add_(gradient)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", broken)
+        for what in ("first", "second"):
+            engine.update(what, update, [first, other], [first])
+        early = engine.prefetch(first)
+        with pytest.raises(StoreError, match="failed to read"):
+            engine.await_prefetch(early)
+    assert bool((engine.await_prefetch(early) == 5).all())
+    assert len(slot.state.pieces or ()) == 2
+    engine.to_disk(first)
+    settled(store)
+    assert bool((engine.await_prefetch(engine.prefetch(first)) == 5).all())
+    engine.close()

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -244,8 +245,10 @@ class TransferEngine:
         ticket, stored = self._arriving[key]
         begun = time.perf_counter()
         try:
-            (ticket or self._read(stored, storage)).wait()
-            self.updates.check()  # its last update may have failed
+            try:
+                (ticket or self._read(stored, storage)).wait()
+            finally:
+                self.updates.check()  # its last update may have failed
         except BaseException:
             # Without the ticket: the next wait starts the copy again.
             self._arriving[key] = (None, stored)
@@ -259,6 +262,7 @@ class TransferEngine:
     def _read(self, stored: _Stored, storage: UntypedStorage) -> Ticket:
         """Start the copy to `storage`, behind the update that writes what it reads."""
         noted = self._noted(Verb.PREFETCH)
+        self.updates.restart()
         if (updating := stored.update_under_way()) is not None:
             return self._inward.submit_after(updating, stored.slot, storage, noted)
         return self._inward.submit(stored.slot, storage, noted)
@@ -277,20 +281,39 @@ class TransferEngine:
         for of in written:
             if isinstance(of.slot, HeldSlot) and not of.slot.tensor.untyped_storage().resizable():
                 self._leave_file(of, of.slot)
-        tensors = [self._show(of) if of.on_host is None else of.on_host for of in used]
+        for of in used if self.store.stays else ():
+            self._show(of)
         after = self._outward.mark(), self._inward.mark()
 
-        def ready() -> None:
+        def ready() -> ExitStack:
             for wait in after:
                 wait()
+            return self._lent(used, written)
 
         def update(_in_use: Sequence[Tensor] = (*given, *writes)) -> None:
             with self._checked(used, written):
-                run(*tensors)
+                run(*(of.on_host for of in used))
 
-        started = self.updates.submit(what, update, ready)
+        self.updates.submit(what, update, ready, partial(self._begun, written))
+
+    def _begun(self, written: Sequence[_Stored], update: HostUpdate) -> None:
+        """Note which update writes what; copies that came back from there before it are to come again."""
+        for key, (ticket, of) in list(self._arriving.items()):
+            if ticket is not None and of in written:
+                _failed(ticket)
+                self._arriving[key] = (None, of)
         for of in written:
-            of.updating = started
+            of.updating = update
+        self.store.expect(1)
+        update.then(partial(self.store.expect, -1))
+
+    def _lent(self, used: Sequence[_Stored], written: Sequence[_Stored]) -> ExitStack:
+        """Return what holds the memory of `used` where the store lends it for the time of an update."""
+        with ExitStack() as lent:
+            for of in () if self.store.stays else used:
+                memory = self.store.lent(of.slot, of.nbytes, writes=of in written)
+                of.on_host = of.within(lent.enter_context(memory))
+            return lent.pop_all()
 
     @contextmanager
     def _checked(self, used: Sequence[_Stored], written: Sequence[_Stored]) -> Iterator[None]:
@@ -306,9 +329,10 @@ class TransferEngine:
 
     def _show(self, stored: _Stored) -> Tensor:
         """Return what the store has of it on the store's own memory, which no mode counts. Raises StoreError."""
-        with disable_current_modes():
-            memory = self.store.memory(stored.slot, stored.nbytes) if stored.nbytes else UntypedStorage(0)
-            stored.on_host = stored.within(memory)
+        if stored.on_host is None:
+            with disable_current_modes():
+                memory = self.store.memory(stored.slot, stored.nbytes) if stored.nbytes else UntypedStorage(0)
+                stored.on_host = stored.within(memory)
         return stored.on_host
 
     def _leave_file(self, stored: _Stored, held: HeldSlot) -> None:
@@ -320,6 +344,7 @@ class TransferEngine:
 
     def _updated(self, stored: _Stored) -> None:
         """Wait for the update that writes it, if any. Raises the error of one that failed."""
+        self.updates.restart()
         if (updating := stored.update_under_way()) is not None:
             updating.wait()
         self.updates.check()
@@ -339,11 +364,18 @@ class TransferEngine:
 
     def to_disk(self, handle: Tensor) -> None:
         """Let the bytes of `handle` go on to the disk below the store, if it has one."""
-        self.store.to_disk(self._table[handle.data_ptr()].slot)
+        self._behind_update(self._table[handle.data_ptr()], self.store.to_disk)
 
     def from_disk(self, handle: Tensor) -> None:
         """Bring the bytes of `handle` back from the disk below the store, if they are there."""
-        self.store.from_disk(self._table[handle.data_ptr()].slot)
+        self._behind_update(self._table[handle.data_ptr()], self.store.from_disk)
+
+    def _behind_update(self, stored: _Stored, call: Callable[[Slot], None]) -> None:
+        """Call `call` of its slot once no update on the host writes it."""
+        if (updating := stored.update_under_way()) is not None:
+            updating.then(partial(call, stored.slot))
+        else:
+            call(stored.slot)
 
     def settle(self) -> None:
         """Wait for all transfers in progress.

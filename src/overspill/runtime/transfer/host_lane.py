@@ -1,7 +1,8 @@
 """The lane of the host: updates of what the store has, one after another, in a thread beside compute.
 
 An update that fails stops those behind it. Its error reaches the thread of the steps at its next transfer or update,
-with a note that says which parameters are updated in part or not at all.
+with a note that says which parameters are updated in part or not at all. If the store failed before the update began,
+nothing is lost: all of them begin again.
 
 Known limit: the thread has the settings that PyTorch has in each thread (`set_flush_denormal`) as they were when it
 began.
@@ -10,12 +11,15 @@ began.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from contextvars import Context, copy_context
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from overspill.core.errors import StoreError
 
 from .forks import end_before_forks
 from .lanes import Noted, ThreadLane, is_lane
@@ -31,13 +35,23 @@ class HostUpdate:
     """One update, waiting, running or done."""
 
     def __init__(
-        self, what: str, run: Callable[[], None], ready: Callable[[], None], lane: HostLane, noted: Noted | None
+        self,
+        what: str,
+        run: Callable[[], None],
+        ready: Callable[[], ExitStack],
+        begun: Callable[[HostUpdate], None],
+        lane: HostLane,
+        noted: Noted | None,
     ) -> None:
-        """Create the update `what` by `run()`, in the context of `lane`; `ready()` waits for what it reads."""
+        """Create the update `what` by `run()`, in the context of `lane`.
+
+        `ready()` waits for what it reads, and gives it back at the end. `begun` gets the update whenever it is started.
+        """
         self.what = what
-        self.is_done = False
+        self.is_done = self.has_begun = False
         self._run: Callable[[], None] | None = run
-        self._ready = ready
+        self._ready: Callable[[], ExitStack] | None = ready
+        self._begun: Callable[[HostUpdate], None] | None = begun
         self._failure = lane.failure
         self._noted = noted
         self._context: Context | None = lane.context
@@ -45,7 +59,14 @@ class HostUpdate:
         self._then: list[Callable[[], None]] = []
         self._changes = Lock()
         self._pending = Lock()
+
+    def begin(self, thread: ThreadLane) -> None:
+        """Have `thread` carry it out, for the first time or again. Raises StoreError once that is closed."""
+        assert self._begun is not None
         self._pending.acquire()
+        self.is_done = self.has_begun = False
+        self._begun(self)
+        thread.carry_out(self)
 
     def carry_out(self, _copy: Any = None) -> None:
         """Update, unless an update before has failed."""
@@ -53,34 +74,42 @@ class HostUpdate:
         assert run is not None
         assert context is not None
         if failure.error is not None:
-            failure.skipped.append(self.what)
+            failure.stopped.append(self)
         else:
             try:
                 context.run(self._updated, run)
             except BaseException as error:  # noqa: BLE001 - raised by `HostLane.check`
                 trace = error.__traceback__
-                failure.what, failure.error = self.what, error.with_traceback(trace and trace.tb_next)
+                failure.is_whole = isinstance(error, StoreError) and not self.has_begun
+                failure.update, failure.error = self, error.with_traceback(trace and trace.tb_next)
         del run, context
-        self._finish()
+        self._finish(again=failure.error is not None and failure.is_whole)
 
     def _updated(self, run: Callable[[], None]) -> None:
         if torch.get_num_threads() != self._threads:  # by which kernels divide their work, and so their last bits
             torch.set_num_threads(self._threads)
-        self._ready()
-        if self._noted is not None:
-            self._noted.begin()
-        with torch.no_grad():
-            run()
-        if self._noted is not None:
-            self._noted.end()
+        assert self._ready is not None
+        with self._ready():
+            self.has_begun = True
+            if self._noted is not None:
+                self._noted.begin()
+            with torch.no_grad():
+                run()
+            if self._noted is not None:
+                self._noted.end()
 
     def drop(self) -> None:
         """Mark the update as never to be carried out."""
-        self._failure.skipped.append(self.what)
+        self._failure.stopped.append(self)
         self._finish()
 
-    def _finish(self) -> None:
-        self._run, self._context = None, None  # before it is done: what they hold is free then
+    def forget(self) -> None:
+        """Free what it holds."""
+        self._run = self._ready = self._begun = self._context = None
+
+    def _finish(self, *, again: bool = False) -> None:
+        if not again:
+            self.forget()  # before it is done: what they hold is free then
         with self._changes:
             self.is_done = True
         for call in self._then:
@@ -103,12 +132,14 @@ class HostUpdate:
 
 
 class StoppedUpdates:
-    """The error of an update, with its name and those of the updates that it has stopped."""
+    """The error of an update, with that and those that it has stopped."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        self.what = ""
-        self.skipped: list[str] = []
+        self.update: HostUpdate | None = None
+        self.is_whole = False
+        """Whether the update had not begun, so that all can begin again."""
+        self.stopped: list[HostUpdate] = []
 
 
 class HostLane:
@@ -122,20 +153,34 @@ class HostLane:
         """Whether a step waits for its updates at its end, because they make what the user's objects have."""
         self.has_failed = False
         """Whether the error of an update has been raised: some weights are updated, others are not."""
+        self._again: list[HostUpdate] = []
         self._thread: ThreadLane | None = None
         self._last: HostUpdate | None = None
         end_before_forks(self)
 
     def submit(
-        self, what: str, run: Callable[[], None], ready: Callable[[], None], noted: Noted | None = None
-    ) -> HostUpdate:
+        self,
+        what: str,
+        run: Callable[[], None],
+        ready: Callable[[], ExitStack],
+        begun: Callable[[HostUpdate], None],
+        noted: Noted | None = None,
+    ) -> None:
         """Start the update `what` behind all others. Raises the error of one that failed, and StoreError."""
+        self.restart()
         self.check()
         if self._thread is None:
             self._thread = ThreadLane("update", _no_copy)
-        self._last = update = HostUpdate(what, run, ready, self, noted)
-        self._thread.carry_out(update)
-        return update
+        self._last = HostUpdate(what, run, ready, begun, self, noted)
+        self._last.begin(self._thread)
+
+    def restart(self) -> None:
+        """Start those updates again that the store has stopped, and whose error has been raised."""
+        again, self._again = self._again, []
+        for update in again:
+            assert self._thread is not None
+            self._last = update
+            update.begin(self._thread)
 
     def check(self) -> None:
         """Raise the error of an update that failed, once all behind it are stopped."""
@@ -143,12 +188,17 @@ class HostLane:
         if failure.error is None:
             return
         self.wait()
-        error, failure.error, self.has_failed = failure.error, None, True
-        stopped = [*failure.skipped]
-        failure.skipped.clear()
-        others = f", and has not updated {_listed(stopped)}" if stopped else ""
-        error.__dict__[_STOPPED_UPDATE] = failure.what
-        error.add_note(STOPPED.format(failure.what, others))
+        error, failure.error, stopped = failure.error, None, [*failure.stopped]
+        failure.stopped.clear()
+        assert failure.update is not None
+        if failure.is_whole:
+            self._again = [failure.update, *stopped]
+        else:
+            self.has_failed = True
+            others = f", and has not updated {_listed([update.what for update in stopped])}" if stopped else ""
+            error.__dict__[_STOPPED_UPDATE] = failure.update.what
+            error.add_note(STOPPED.format(failure.update.what, others))
+        failure.update = None
         try:
             raise error
         finally:
@@ -162,6 +212,7 @@ class HostLane:
 
     def finish(self) -> None:
         """Wait until no update is left, and raise the error of one that failed."""
+        self.restart()
         self.wait()
         self.check()
 
@@ -170,6 +221,7 @@ class HostLane:
         try:
             self.finish()
         finally:
+            self._again.clear()
             if self._thread is not None:
                 self._thread.close()
                 self._thread = None

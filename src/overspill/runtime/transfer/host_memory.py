@@ -20,14 +20,16 @@ import contextlib
 import ctypes
 import functools
 import mmap
+import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_MAP_FIXED, _MAP_FAILED = 0x10, 2**64 - 1  # sys/mman.h
 MAPPED_FROM_BYTES = 4 * 2**20
 """Where memory is scarce, blocks of at least this many bytes get their own mapping, unmapped when freed."""
 MOST_MAPPED_FROM_BYTES = 32 * 2**20
@@ -53,6 +55,35 @@ def whole_pages(nbytes: int) -> Tensor:
     """Return a uint8 tensor of zeros, `[nbytes]`, in its own pages and unseen by PyTorch's modes. Raises OSError."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+@contextlib.contextmanager
+def in_a_row(parts: Iterable[tuple[int, int, int]]) -> Iterator[int]:
+    """Map parts of files (descriptor, offset, bytes: whole pages) one behind the other; yield the address.
+
+    Raises OSError.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+    def mapped(address: int | None, nbytes: int, access: int, flags: int, file: int, offset: int) -> int:
+        found: int = libc.mmap(address, nbytes, access, flags, file, offset)
+        if found == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return found
+
+    parts = [*parts]
+    whole = sum(nbytes for _, _, nbytes in parts)
+    first = here = mapped(None, whole, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    try:
+        for file, offset, nbytes in parts:
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
+            here = mapped(here, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset) + nbytes
+        yield first
+    finally:
+        libc.munmap(first, whole)
 
 
 def mapped_file(address: int) -> tuple[int, int] | None:

@@ -58,6 +58,8 @@ class Store(ABC):
     """The device type whose tensors it holds."""
     takes_directory: ClassVar[bool] = False
     """Whether its constructor takes a directory for its file."""
+    stays: ClassVar[bool] = True
+    """Whether the memory of a slot is always the same."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -105,6 +107,11 @@ class Store(ABC):
     @abstractmethod
     def memory(self, slot: Slot, nbytes: int) -> UntypedStorage:
         """Return the memory of a slot on the host, to be read and written there as long as the slot is used."""
+
+    @contextlib.contextmanager
+    def lent(self, slot: Slot, nbytes: int, *, writes: bool) -> Iterator[UntypedStorage]:  # noqa: ARG002 - of some
+        """Let the host read the memory of a slot, and change it if it `writes`. Raises StoreError."""
+        yield self.memory(slot, nbytes)
 
     @abstractmethod
     def shown(self, slot: Slot, nbytes: int, keep: object) -> Tensor:
@@ -160,6 +167,9 @@ class Store(ABC):
 
     def from_disk(self, slot: Slot) -> None:  # noqa: B027 - most have none
         """Bring `slot` back from the disk below, if it is there: its next use is near."""
+
+    def expect(self, updates: int) -> None:  # noqa: B027 - most have space
+        """Note so many more updates on the host to come, which give memory back."""
 
     def release(self, slot: Slot) -> None:
         """Free `slot`; safe to call anywhere, because it never waits."""
@@ -354,6 +364,9 @@ class HostStore(Store):
             ) from None
 
     def _allocate_chunk(self, nbytes: int) -> Tensor:
+        return self._new_pages(nbytes)
+
+    def _new_pages(self, nbytes: int) -> Tensor:
         return host_memory.whole_pages(nbytes)
 
     def write(self, slot: Slot, source: Tensor) -> None:

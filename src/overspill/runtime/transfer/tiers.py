@@ -6,20 +6,24 @@ where host memory is full, the copy whose last use is longest ago makes space.
 
     HOST ──to_disk: a thread of the drive writes it──▶ HOST, DISK ──space is needed──▶ DISK ──from_disk──▶ HOST, DISK
 
-Copies of host memory may be in several pieces, so that nothing is lost between those of many sizes. A copy that is on
-the disk is not written again before its bytes change. Threads of the drives, and lanes that need space, wait for one
-another without a lock: the finalizers that release slots may run in any of them.
+Copies of host memory may be in several pieces, so that nothing is lost between those of many sizes; an update on the
+host gets them mapped in a row. A copy that is on the disk is not written again before its bytes change. Threads of the
+drives, and lanes that need space, wait for one another without a lock: the finalizers that release slots may run in any
+of them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
+import os
 import threading
 import weakref
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -30,10 +34,11 @@ from torch import Tensor, UntypedStorage
 from overspill.core import Tiers
 from overspill.core.errors import RequestError, StoreError
 from overspill.core.units import format_bytes
+from overspill.pytorch.storages import storage_over
 from overspill.runtime import accelerator
 
 from . import host_memory
-from .lanes import CLOSED, HeldSlot, Lane, Noted, Slot, StreamLane, ThreadLane, Ticket
+from .lanes import CLOSED, HeldSlot, Lane, Slot, StreamLane, ThreadLane, Ticket
 from .stores import PAGE_BYTES, DiskStore, HostStore, PinnedStore, memory_of, whole_pages
 
 S = TypeVar("S", bound="TieredStore")
@@ -135,6 +140,7 @@ class TieredStore(HostStore):
     """
 
     takes_directory = True
+    stays = False
     _advice = "give it a smaller host_budget"
 
     def __init__(self, directory: Directories = None, host_bytes: int | None = None) -> None:
@@ -146,6 +152,8 @@ class TieredStore(HostStore):
         self._writers = [ThreadLane("disk-write", lambda slot, _: _of(this)._write_out(slot)) for _ in self._drives]
         self._readers = [ThreadLane("disk-read", lambda slot, _: _of(this)._read_in(slot)) for _ in self._drives]
         self._memory = FreeMemory()
+        self._files: list[int] = []
+        self._close_files = weakref.finalize(self, _close_all, self._files)
         self._in_memory: OrderedDict[TieredSlot, None] = OrderedDict()  # the one used last is last
         self._numbers: list[int] = []
         self._next_number = itertools.count()
@@ -153,6 +161,8 @@ class TieredStore(HostStore):
         self._cooling: list[TieredSlot] = []  # released, with copies of a GPU under way
         self._hidden: deque[TieredSlot] = deque()  # of which a tensor over the memory has died
         self._urgent = 0
+        self._updates = 0
+        self._is_update_waiting = False
         self._closed = False
         self.written_bytes = 0
         """Bytes written to drives so far."""
@@ -181,6 +191,11 @@ class TieredStore(HostStore):
             for drive in self._drives:
                 drive.reserve(whole_pages(-(-below // len(self._drives))))
 
+    def _new_pages(self, nbytes: int) -> Tensor:
+        self._files.append(os.memfd_create("overspill"))
+        os.ftruncate(self._files[-1], nbytes)
+        return torch.frombuffer(mmap.mmap(self._files[-1], nbytes), dtype=torch.uint8)
+
     def _grow_to(self, nbytes: int) -> None:
         nbytes = nbytes // PAGE_BYTES * PAGE_BYTES
         if (missing := nbytes - self.host_bytes) > 0:
@@ -201,6 +216,12 @@ class TieredStore(HostStore):
             self._used_bytes += rounded
             self.peak_bytes = max(self.peak_bytes, self._used_bytes)
             return TieredSlot(-2 - number, 0, rounded)
+
+    def expect(self, updates: int) -> None:
+        """Note so many more updates on the host to come; copies wait for the memory that these give back."""
+        with self._lock:
+            self._updates += updates
+        self._wake()
 
     def release(self, slot: Slot) -> None:
         """Free `slot`; safe to call anywhere, because it takes no lock."""
@@ -292,7 +313,9 @@ class TieredStore(HostStore):
             if self.host_bytes < self.host_budget_bytes // PAGE_BYTES * PAGE_BYTES:
                 self._grow_to(min(self.host_budget_bytes, max(2 * self.host_bytes, self.host_bytes + nbytes)))
                 continue
-            leaving = self._leaving(must=must or self._urgent > 0)
+            # With updates to come, copies wait for what these give back; but nothing that an update waits for does.
+            now = self._is_update_waiting and not must if self._updates else must or self._urgent > 0
+            leaving = self._leaving(must=now)
             busy = self._cooling[0] if self._cooling else leaving
             if busy is not None and self._is_busy(busy):
                 self._settle(busy)
@@ -335,7 +358,7 @@ class TieredStore(HostStore):
         slot.state.reading = self._readers[slot.state.drive].submit(slot, _NOTHING)
         return slot.state.reading
 
-    def _enter(self, slot: TieredSlot, *, to_fill: bool) -> None:
+    def _enter(self, slot: TieredSlot, *, to_fill: bool, to_update: bool = False) -> None:
         """Get the slot's bytes into host memory, and keep them there; `to_fill` takes memory without its bytes."""
         self._check_open()
         state = slot.state
@@ -344,7 +367,7 @@ class TieredStore(HostStore):
             self._forget_if_shown(slot)
         while state.pieces is None or state.reading is not None:
             if to_fill and state.reading is None:
-                pieces = self._space(slot.nbytes, must=True)
+                pieces = self._space(slot.nbytes, must=not to_update)
                 state.pieces = pieces
                 self._in_memory[slot] = None
                 continue
@@ -492,6 +515,39 @@ class TieredStore(HostStore):
                 yield self._chunks[piece.chunk].data_ptr() + piece.offset, begin, count
             begin += piece.nbytes
 
+    @contextmanager
+    def lent(self, slot: Slot, nbytes: int, *, writes: bool) -> Iterator[UntypedStorage]:
+        """Bring the slot into host memory, and let the host use it there. Raises StoreError."""
+        assert isinstance(slot, TieredSlot)
+        state = slot.state
+        with self._lock:
+            self._take_back()
+            is_new = state.pieces is None and state.reading is None and not state.is_on_disk
+            if not (is_shown := bool(state.shown)):
+                self._is_update_waiting = True
+                try:
+                    self._enter(slot, to_fill=is_new, to_update=True)
+                finally:
+                    self._is_update_waiting = False
+        if is_shown or not nbytes:  # others see what it becomes
+            yield self.memory(slot, nbytes) if nbytes else UntypedStorage(0)
+            return
+        try:
+            assert state.pieces is not None
+            parts = [(self._files[piece.chunk], piece.offset, piece.nbytes) for piece in state.pieces]
+            with ExitStack() as mapped:
+                if len(parts) == 1:
+                    address, *_ = next(self._parts(slot, nbytes))
+                else:
+                    address = mapped.enter_context(host_memory.in_a_row(parts))
+                yield storage_over(address, torch.device("cpu"), nbytes)
+        finally:
+            with self._lock:
+                if writes:
+                    state.is_on_disk = False
+                    state.version += 1
+                self._leave(slot)
+
     def hold(self, tensor: Tensor) -> Slot:
         """Copy a tensor of host memory into the store, so that its own memory can be freed. Raises StoreError."""
         slot = self.allocate(tensor.nbytes)
@@ -542,6 +598,12 @@ class TieredStore(HostStore):
         for drive in self._drives:
             drive.close()
         super().close()
+        self._close_files()
+
+
+def _close_all(files: list[int]) -> None:
+    while files:
+        os.close(files.pop())
 
 
 class _Holds:
@@ -621,23 +683,20 @@ class TieredLane(StreamLane):
         super().__init__(device, self._copied, streams)
         self._store = weakref.ref(store)
         self._outward = outward
-        self._pieces: list[Tensor] = []
 
-    def submit(self, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
-        """Enqueue the copy after the compute stream's work so far, once the slot has its host memory."""
+    def _copied(self, slot: Slot, memory: Tensor) -> None:
+        """Enqueue the copy, once the slot has its host memory."""
         store, event = _of(self._store), None
-        self._pieces = store.begin(slot, outward=self._outward)
+        pieces = store.begin(slot, outward=self._outward)
         try:
-            ticket = super().submit(slot, memory, noted)
+            self._enqueue_pieces(pieces, memory)
             event = self.stream.record_event()
         finally:
-            self._pieces = []
             store.end(slot, event)
-        return ticket
 
-    def _copied(self, _slot: Slot, memory: Tensor) -> None:
+    def _enqueue_pieces(self, pieces: Sequence[Tensor], memory: Tensor) -> None:
         begin = 0
-        for piece in self._pieces:
+        for piece in pieces:
             there = memory[begin : begin + piece.numel()]
             here = piece[: there.numel()]
             (here if self._outward else there).copy_(there if self._outward else here, non_blocking=True)
