@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from PIL import Image
@@ -90,7 +91,13 @@ def draw_first() -> list[Path]:
             axes.step(seconds * 1e3, nbytes / GIB, where="post", color=colour)
             top = nbytes.argmax()
             words = f"{who}: {nbytes[top] / GIB:.1f} GiB, {seconds[-1]:.2f} s a step"
-            style = {"textcoords": "offset points", "ha": "center", "va": "center", "color": colour, "weight": "bold"}
+            style: dict[str, Any] = {
+                "textcoords": "offset points",
+                "ha": "center",
+                "va": "center",
+                "color": colour,
+                "weight": "bold",
+            }
             axes.annotate(words, (seconds[top] * 1e3, nbytes[top] / GIB), (0, above), **style)
         axes.axhline(room / GIB, color=ink, linestyle="--", linewidth=1)
         words = f"free memory of the GPU: {room / GIB:.1f} GiB"

@@ -103,6 +103,7 @@ def test_a_reader_sees_the_fastest_that_fits_first_that_times_are_simulated_and_
     assert "nets:shallow, batch 512, sgd on cpu, unmanaged " in text
     assert ": simulated" in text
     assert "Times are simulated for cpu, not measured" in text
+    assert text.endswith("overspill plan nets:shallow --batch 512 --policy auto --budget 80%")
     assert "Lower bound by relaxation within" in text
     lines = [line.split()[:2] for line in done.out.splitlines() if line[:1].isalpha()]
     verdicts = [line[1] for line in lines if len(line) == 2 and line[0] in POLICIES and line[1] in ("yes", "no")]

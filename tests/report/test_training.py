@@ -36,6 +36,12 @@ def test_without_a_reference_nothing_is_said_of_identity() -> None:
     assert "identical" not in shown(in_terminal(training_page(result)))
 
 
+def test_the_picture_comes_first_and_last_the_lines_that_train_so() -> None:
+    page = training_page(trained())
+    assert isinstance(page.sections[0], Step)
+    assert page.next[0].text.startswith("model = overspill.compile(")
+
+
 def test_equal_numbers_are_said_to_be_identical_with_the_count_of_tensors() -> None:
     text = shown(in_terminal(training_page(trained(run()))))
     assert (

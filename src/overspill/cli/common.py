@@ -103,6 +103,7 @@ ARGUMENTS: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
 _OF_THE_ANSWER = dict.fromkeys(("--json", "--verbose", "--compiled"), False) | dict.fromkeys(
     ("--budget", "--report", "--out", "--plot", "--trace", "--snapshot", "--max"), True
 )
+_OF_THE_ANSWER |= dict.fromkeys(("--policies", "--placers", "--points"), True)
 """Options that are not of a job, and whether a value follows."""
 
 

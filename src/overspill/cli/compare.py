@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,7 @@ from .common import (
     of_page,
     optional,
     quiet_torch,
+    same_job,
 )
 from .job import with_job
 from .software import Cuda, Torch, check_gpu
@@ -133,7 +135,7 @@ def compare(
         "lower_bound_seconds": rows.lower_bound_seconds,
     }
     titled = f"{job.titled} on {rows.device.name}{job.manner(whole_step=whole_step)}"
-    return _outcome(request, titled, rows, {"plot": plot, "report": report}, begun, crossings)
+    return _outcome(request, titled, rows, {"plot": plot, "report": report}, begun, crossings, budget)
 
 
 def policy_names(asked: str | None) -> tuple[str, ...]:
@@ -193,8 +195,10 @@ def _outcome(
     files: Mapping[str, Path | None],
     begun: float,
     crossings: Sequence[tuple[str, Placed]],
+    budget: str | None,
 ) -> Outcome:
     from overspill.report.compare import compare_page, row_figures
+    from overspill.report.page import PasteLine
     from overspill.report.picture import draw
     from overspill.report.placements import placement_figures
 
@@ -209,8 +213,9 @@ def _outcome(
     answer = request | {"seconds": time.perf_counter() - begun, "rows": found}
     if crossings:
         answer["placements"] = placement_figures(crossings)
-    if any(row.fits for row in rows):
-        return of_page(answer, page, files)
+    if (best := next((row.policy for row in rows if row.fits), None)) is not None:
+        line = same_job("plan", "--policy", best, *(("--budget", budget) if budget else ()))
+        return of_page(answer, replace(page, next=(PasteLine(line, "The plan of the fastest that fits:"),)), files)
     # No policy fits: the exit code is 1.
     least = min(((row.least_bytes, row.policy) for row in rows if row.least_bytes is not None), default=None)
     message = f"infeasible: no policy fits {format_bytes(budget_bytes)}"

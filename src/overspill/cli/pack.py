@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from overspill.core.errors import RequestError
 from overspill.core.units import parse_bytes
 
 from . import complete
-from .common import AsJson, Outcome, ReportFile, check_report, check_writable, narrate, of_page, optional
+from .common import AsJson, Outcome, ReportFile, check_report, check_writable, narrate, of_page, optional, same_job
 
 if TYPE_CHECKING:
     from overspill.placement.packing.base import Solution
@@ -79,7 +80,7 @@ def pack(
     from overspill.placement.packing.registry import solver_named
     from overspill.placement.packing.verdict import verdict
     from overspill.report.pack import pack_page, refusal
-    from overspill.report.page import Step
+    from overspill.report.page import PasteLine, Step
     from overspill.report.picture import check_plot, draw
 
     # Check all options before the search.
@@ -116,6 +117,9 @@ def pack(
     # The exit code is 1 where it does not fit.
     answer = {"file": str(read.path), "solver": chosen.name, **_answer(read, solution, found, capacity_bytes)}
     if found.fits:
+        if out is None:
+            line = PasteLine(same_job("pack", "--out", "placed.csv"), "The blocks with their addresses:")
+            page = replace(page, next=(line,))
         return of_page(answer, page, files)
     complaint = refusal(read, solution, found, capacity_bytes)
     return of_page(answer | {"error": complaint, "exit_code": 1}, page, files, 1, complaint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,19 @@ from overspill.core.units import format_bytes
 from overspill.job import Job
 
 from . import complete
-from .common import AsJson, Backend, Gpu, Outcome, ReportFile, WholeStep, check_report, narrate, of_page, quiet_torch
+from .common import (
+    AsJson,
+    Backend,
+    Gpu,
+    Outcome,
+    ReportFile,
+    WholeStep,
+    check_report,
+    narrate,
+    of_page,
+    quiet_torch,
+    same_job,
+)
 from .compare import policy_names
 from .job import with_job
 from .software import Cuda, Torch, check_gpu
@@ -75,6 +88,7 @@ def sweep(
 
 
 def _outcome(request: dict[str, Any], found: Sweep, title: str, begun: float, report: Path | None) -> Outcome:
+    from overspill.report.page import PasteLine
     from overspill.report.sweep import point_figures, sweep_page
 
     answer = request | {
@@ -88,8 +102,10 @@ def _outcome(request: dict[str, Any], found: Sweep, title: str, begun: float, re
         "rows": [point_figures(found, point) for point in found.points],
     }
     page, files = sweep_page(found, title), {"report": report}
-    if any(found.fits(point) for point in found.points):
-        return of_page(answer, page, files)
+    if fitting := [point for point in found.points if found.fits(point)]:
+        policy = min(fitting, key=lambda point: point.budget_bytes).policy
+        line = same_job("plan", "--policy", policy, "--budget", "smallest")
+        return of_page(answer, replace(page, next=(PasteLine(line, "The plan of the smallest budget:"),)), files)
     # No plan fits the device: the exit code is 1.
     needed = min(p.plan.needed_bytes for p in found.points if p.plan is not None)
     room = format_bytes(found.device.memory_bytes)

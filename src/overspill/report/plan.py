@@ -64,7 +64,7 @@ def brief_page(plan: Plan, title: str | None = None, least_bytes: int | None = N
         plan_verdict(plan, least_bytes),
         (),
         ("Times and memory are simulated, not measured.", *pool_notes([plan.pool]), *step_notes(plan)),
-        _in_python(plan, inductor=inductor) if plan.fits_device and _is_needed(plan) else (),
+        in_python(plan, inductor=inductor) if plan.fits_device and _is_needed(plan) else (),
     )
 
 
@@ -73,7 +73,7 @@ def _is_needed(plan: Plan) -> bool:
     return plan.unmanaged_bytes > plan.asked_bytes or plan.is_managed
 
 
-def _in_python(plan: Plan, *, inductor: bool) -> tuple[PasteLine, ...]:
+def in_python(plan: Plan, *, inductor: bool) -> tuple[PasteLine, ...]:
     """Return the lines of Python that train so."""
     rounded = plan.asked_bytes >> 20
     size = f"{rounded}MiB" if plan.needed_bytes <= rounded << 20 else f"{plan.asked_bytes}B"

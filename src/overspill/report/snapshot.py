@@ -12,7 +12,7 @@ from overspill.placement.snapshot.settings import text_of
 from overspill.placement.snapshot.trace import recorded_blocks
 from overspill.report.tables import Unit
 
-from .page import Column, Figure, Page, Step, Table, Verdict
+from .page import Column, Figure, Page, PasteLine, Step, Table, Verdict
 from .page.step import addresses
 
 LEAST_HOLE_BYTES = 64 << 20
@@ -26,8 +26,9 @@ def snapshot_page(found: SnapshotReplay, snapshot: Snapshot, title: str, others:
     return Page(
         title,
         _verdict(found),
-        (_compared(found), _otherwise(others), lambda: (_views(found, snapshot),)),
+        (lambda: (_views(found, snapshot),), _compared(found), _otherwise(others)),
         ("Peaks are simulated.", *found.notes, *([also] if devices else [])),
+        (PasteLine("overspill run --allocator planned train.py", "Your script with planned addresses:"),),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from statistics import median
 
 from overspill.core import TensorKind
@@ -18,7 +18,7 @@ from overspill.runtime.training import Run
 from .listing import count, format_flops, percent
 from .page import Axis, Column, Curve, Figure, Lines, Mark, Page, Section, Step, Table, Unit, Verdict
 from .page.measured import is_of, measured_step, with_measured
-from .plan import plan_page, step_notes, stored_by_kind
+from .plan import in_python, plan_page, step_notes, stored_by_kind
 from .recording import views_title
 
 
@@ -83,15 +83,23 @@ class Trained:
 
 
 def training_page(trained: Trained, title: str | None = None) -> Page:
-    """Return the page of a run: the measurements, then the simulated plan."""
+    """Return the page of a run: the views, the measurements, then the tables of the simulated plan."""
     record = trained.managed.record
     measured = ", but for those that say measured" if record is not None and record.steps else ""
     tensors = f"all {len(trained.managed.state)} tensors of weights and buffers"
     equal = f"identical: losses and {tensors} are equal to {_plain(trained)} to the last bit"
+    of_plan = cache(lambda: _views(trained))
+    verdict = _verdict(trained)
     return Page(
         title or title_of(trained),
-        _verdict(trained),
-        (peaks_table(trained), _loss_chart(trained), _time_chart(trained), lambda: _views(trained)),
+        verdict,
+        (
+            lambda: [section for section in of_plan() if isinstance(section, Step)],
+            peaks_table(trained),
+            _loss_chart(trained),
+            _time_chart(trained),
+            lambda: [section for section in of_plan() if not isinstance(section, Step)],
+        ),
         (
             f"each step {moved(trained)}",
             f"losses {' '.join(f'{loss:.6g}' for loss in trained.managed.losses)}",
@@ -103,6 +111,7 @@ def training_page(trained: Trained, title: str | None = None) -> Page:
                 f"simulated{measured}."
             ),
         ),
+        in_python(trained.plan, inductor=trained.options.backend == "inductor") if verdict.good else (),
     )
 
 
