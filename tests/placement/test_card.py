@@ -6,10 +6,10 @@ import math
 import re
 from bisect import bisect
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.simulate.graphs import DEVICE, Build, Layer, network, schedule
@@ -105,6 +105,39 @@ def test_with_all_effort_plans_are_made_that_may_be_fast_enough_and_no_others(
     assert len(asked) == thorough
     quick = [live for live, effort in made if effort < 1]
     assert not any(4000 / live > EFFORT_GAIN * most_seconds and live >= one for live in quick for one in asked)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan that is the faster the more live bytes it has."""
+
+    peak_bytes: int
+    taken_bytes: int = 0
+    places: None = None
+    graph: Any = field(default_factory=lambda: SimpleNamespace(tensors=(), ops=()))
+
+    @property
+    def slowdown(self) -> float:
+        return 1 + 2000 / self.peak_bytes
+
+    step_seconds = slowdown
+
+
+class Wasteful(Card):
+    """Wastes half of what is beyond 3000 live bytes, or, if `overspill.allocator` has the blocks, as much as that."""
+
+    is_steady = True
+
+    def placed(self, plan: Any) -> Any:
+        waste = max(0, plan.peak_bytes - 3000)
+        return replace(plan, taken_bytes=plan.peak_bytes + (2 * waste if self.is_live else waste // 2))
+
+
+def test_what_the_budget_leaves_over_is_used_and_of_all_ways_to_place_the_fastest_plan_counts() -> None:
+    card = Wasteful(DEVICE, may_be_live=True)
+    found: Any = Fit(cast("Any", Made), card, DEVICE.context_bytes + 5000)._fastest(on_host=False)
+    assert 0.97 * 5000 <= found.taken_bytes <= 5000  # down by the excess alone it takes 4500, the last way 3667
+    assert found.peak_bytes > 4300
 
 
 def test_a_budget_below_the_fewest_live_bytes_is_refused_after_one_plan_and_what_the_error_names_works() -> None:

@@ -14,11 +14,14 @@ from overspill.bounds.whole_step import whole_step_bound_seconds
 from overspill.core import Device, Graph, Phase, Tensor, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import op_seconds
+from overspill.planning.effort import Effort
 from overspill.planning.floor import floor_of
 from overspill.planning.order import early_updates, feature_maps_alone, in_graph_order, reordered
 from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import make_plan, unmanaged_peak
 from overspill.policies import POLICIES, policy_named
+from overspill.policies.auto import Auto
+from overspill.policies.auto.search import Search
 from overspill.simulate import check
 
 EXAMPLES = settings(max_examples=12, deadline=None)
@@ -59,6 +62,18 @@ def test_every_schedule_is_valid(name: str, graph: Graph, device: Device) -> Non
     policy = POLICIES[name]()
     budget = max(middle(step), floor_bytes(policy, step, device)) if policy.plans_for_budget else None
     check(step, policy.plan(step, device, budget))
+
+
+@pytest.mark.parametrize(("weight_bytes", "flops", "orders"), [(4_000_000, 10**8, 1), (200_000, 10**9, 2)])
+def test_an_order_in_which_the_best_plan_of_another_is_far_slower_is_not_searched(
+    monkeypatch: pytest.MonkeyPatch, weight_bytes: int, flops: int, orders: int
+) -> None:
+    found: list[Search] = []
+    best = Search.best
+    monkeypatch.setattr(Search, "best", lambda self: [found.append(self), best(self)][1])
+    step = whole(network([Layer(200_000, weight_bytes=weight_bytes, flops=flops) for _ in range(8)]))
+    Auto(effort=Effort(evaluations=1000)).plan(step, DEVICE, middle(step))
+    assert len(found) == orders
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS_ONLY)

@@ -105,7 +105,7 @@ def in_graph_order(schedule: Schedule, order: Sequence[int]) -> Schedule:
 
 
 def best_order(
-    plan: Callable[[Graph, Device, int | None, tuple[float, ...]], Schedule],
+    plan: Callable[[Graph, Device, int | None, tuple[float, ...]], Schedule | None],
     graph: Graph,
     device: Device,
     budget_bytes: int | None,
@@ -114,9 +114,8 @@ def best_order(
     """Return the fastest schedule by `plan` for a whole step, over several orders.
 
     Updates come as early as possible in one, at the end in another. A third moves feature maps alone: if that fits, it
-    has fewer choices, and a heuristic may do better with them. Raises the InfeasibleBudgetError with the lowest
-    floor if
-    none fits.
+    has fewer choices, and a heuristic may do better with them. `plan` may return None for one that cannot be faster
+    than those before. Raises the InfeasibleBudgetError with the lowest floor if none fits.
     """
     found: list[Schedule] = []
     errors: list[InfeasibleBudgetError] = []
@@ -126,7 +125,8 @@ def best_order(
             made = plan(reordered(variant, order), device, budget_bytes, tuple(seconds[op] for op in order))
         except InfeasibleBudgetError as error:
             errors.append(error.with_traceback(None))  # whose frames would live on, with all that callers hold
-        else:
+            continue
+        if made is not None:
             found.append(overlapped(graph, in_graph_order(made, order), device, seconds, budget_bytes))
     best = fastest(graph, device, seconds, found, budget_bytes)
     if best is None:

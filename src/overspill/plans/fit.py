@@ -43,7 +43,12 @@ FROM_FLOOR = 16
 MOST_FLOORS = 8
 """Floors that are followed to the smallest plan."""
 HOPE = 1.1
-"""If the plan of fewest live bytes takes more than so many times the budget, none of more is searched for."""
+"""If the plan of fewest live bytes takes more than so many times the budget, none of more is searched for.
+
+Nor is one that is fast enough, if all such plans that were tried take more than that.
+"""
+CLOSE, FURTHER = 0.96, 1
+"""At planned addresses, if the first plan that fits takes less than this share of the budget, so many follow."""
 FIRST_EFFORT = 0.2
 """Share of the effort with which plans are made to find where they begin to fit."""
 NEAR = 1.02
@@ -175,9 +180,10 @@ class Fit:
         if self._account.least is not self._account:
             most_seconds = 0.0 if self.hoped is None else GAIN * self.hoped.step_seconds
             for search in searches[:-1]:
-                plan = search.fastest(most_seconds)
-                if plan is not None and plan.step_seconds <= most_seconds:
-                    return plan
+                if (plan := search.fastest(most_seconds)) is not None:
+                    if plan.step_seconds <= most_seconds:
+                        return plan
+                    found.append(plan)
             searches = searches[-1:]
         for number, search in enumerate(searches, 1):
             if (plan := search.fastest()) is not None:
@@ -212,7 +218,7 @@ class _Search:
         return self._near(self._bytes)
 
     def fastest(self, most_seconds: float = math.inf) -> Plan | None:
-        """Return the fastest plan tried that fits, or None; none is searched for that takes longer than these."""
+        """Return the fastest plan tried that fits, or None; more are tried only for one that takes at most these."""
         try:
             low = self._largest_that_fits(most_seconds)
         except InfeasibleBudgetError:
@@ -226,20 +232,24 @@ class _Search:
                 self.from_floor()
         elif (found := self._at(low, self._little)).slowdown > (NEAR if len(found.graph.ops) > MANY_OPS else 1):
             more = 0 if self.account.is_steady else UPWARDS
-            # With no more bytes than a plan that is far too slow, none is fast enough.
-            slow = (live for (live, _), plan in self._tried.items() if plan.step_seconds > EFFORT_GAIN * most_seconds)
-            fewest = max(slow, default=0)
             near = [low, *(live for live in islice(upwards_from(low), more) if live <= self._bytes)]
-            if not (near := [live for live in near if live > fewest]):
-                return None
-            first, *_ = self._at_all(near)
-            if self.account.is_steady and (excess := first.taken_bytes - self._bytes) > 0 and low > excess:
+            made = self._at_all(near if self.account.is_steady else self._fast_enough(near, most_seconds))
+            if self.account.is_steady and (excess := made[0].taken_bytes - self._bytes) > 0 and low > excess:
                 self._at(low - excess, self._full)
         # In the order of live bytes, because threads add them in any.
         fitting = [
             plan for _, plan in sorted(self._tried.items(), key=itemgetter(0)) if plan.taken_bytes <= self._bytes
         ]
         return min(fitting, key=lambda plan: plan.step_seconds, default=None)
+
+    def _fast_enough(self, asked: Iterable[int], most_seconds: float) -> list[int]:
+        """Return those of the live bytes `asked` with which a plan may fit and take at most `most_seconds`."""
+        tried = self._tried.items()
+        if min((p.taken_bytes for _, p in tried if p.step_seconds <= most_seconds), default=0) > HOPE * self._bytes:
+            return []
+        # With no more bytes than a plan that is far too slow, none is fast enough.
+        fewest = max((live for (live, _), p in tried if p.step_seconds > EFFORT_GAIN * most_seconds), default=0)
+        return [live for live in asked if live > fewest]
 
     def from_floor(self) -> Plan:
         """Return the plan that takes the least.
@@ -262,6 +272,7 @@ class _Search:
         Raises InfeasibleBudgetError below the fewest.
         """
         asked, low, over = self.first_bytes, 0, self._bytes
+        further = FURTHER
         for _ in range(TRIES):
             plan = self._at(asked, self._little)
             excess = plan.taken_bytes - self._bytes
@@ -271,13 +282,23 @@ class _Search:
                 over = asked
                 if plan.step_seconds > most_seconds:  # with fewer bytes it takes longer still
                     break
-            if low and self.account.is_steady:
+            if low and self.account.is_steady and (not further or low >= over or self._is_close(low)):
                 break
-            # Bisect; before anything fits, go down by the excess.
-            asked = self._near((low + over) // 2 if low else min(asked, plan.peak_bytes) - excess)
+            # Bisect, at planned addresses by the bytes taken; before anything fits, go down by the excess.
+            between = 0.5
+            if low and self.account.is_steady:
+                further -= 1
+                least, most = (self._at(live, self._little).taken_bytes for live in (low, over))
+                between = (self._bytes - least) / (most - least)
+            asked = self._near(low + int(between * (over - low)) if low else min(asked, plan.peak_bytes) - excess)
             if asked <= low:
                 break
         return low
+
+    def _is_close(self, live_bytes: int) -> bool:
+        """Return whether a plan of some more live bytes than this one, which fits, gains little."""
+        plan = self._at(live_bytes, self._little)
+        return plan.taken_bytes >= CLOSE * self._bytes or plan.slowdown <= NEAR
 
     def _near(self, nbytes: int) -> int:
         return max(1, nbytes) if self.account.is_steady else on_grid(nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from overspill.core import Device, Graph, Phase, Schedule
 from overspill.planning.algorithms import memory_optimal
@@ -17,7 +18,7 @@ from overspill.policies.base import Policy
 from overspill.policies.parameters import choice
 
 from .host_updates import DEVICE, UPDATES, PlansOnHost
-from .search import Search
+from .search import BestPlan, Search
 
 SHARE_OF_AN_ORDER = 0.5
 """A whole step is planned in two orders, each with this share of the effort.
@@ -65,11 +66,17 @@ class Auto(Policy):
     def _on_device(
         self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]
     ) -> Schedule:
-        if not graph.whole_step:
-            return self._in_order(graph, device, budget_bytes, seconds)
-        return best_order(self._in_order, graph, device, budget_bytes, seconds)
+        found: list[BestPlan] = []
+        if graph.whole_step:
+            return best_order(partial(self._in_order, found), graph, device, budget_bytes, seconds)
+        made = self._in_order(found, graph, device, budget_bytes, seconds)
+        assert made is not None
+        return made
 
-    def _in_order(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
+    def _in_order(
+        self, found: list[BestPlan], graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]
+    ) -> Schedule | None:
+        """Return the best plan, next to those `found` in other orders; None if it is far from the best of them."""
         program = StepProgram(graph)
         if budget_bytes is None or program.live_bytes().max(initial=0) <= budget_bytes:
             return assemble(program, (), self.name, budget_bytes)
@@ -78,5 +85,8 @@ class Auto(Policy):
         if least.live_bytes(swappable_gaps(least)).max(initial=0) > budget_bytes:
             raise infeasible(least, budget_bytes, self.name)
         effort = self.effort.scaled(EFFORT.get() * (SHARE_OF_AN_ORDER if graph.whole_step else 1))
-        made = Search(program, seconds, device, budget_bytes, effort).best().schedule(self.name)
-        return replace(made, budget_bytes=budget_bytes)
+        search = Search(program, seconds, device, budget_bytes, effort)
+        if search.is_far(found):
+            return None
+        found.append(search.best())
+        return replace(found[-1].schedule(self.name), budget_bytes=budget_bytes)

@@ -26,6 +26,8 @@ PERTURBATION_RATE = 0.15
 """Changes of the penalties of swaps and slower algorithms, for each change of what is recomputed."""
 TEMPERATURE = 0.001
 """The average cost of a change accepted at first, as a share of the ops' time; falls to 0."""
+FAR = 1.2
+"""An order in which the best plan of another takes more than so many times as long as there is not searched."""
 SMALL = 0.001
 """Outputs of an op below this share of the budget are not changed on their own."""
 
@@ -64,6 +66,14 @@ class Search:
         # Parameters that are gathered again, if at all, and not fetched.
         self.gathered = cheaply_gathered(self.graph, device, seconds).intersection(self.droppable)
         self.annealing = self._annealing(self.gathered)
+
+    def is_far(self, others: Sequence[BestPlan]) -> bool:
+        """Return whether the best of `others`, plans in other orders, takes FAR longer in this one; it is a start."""
+        if not others:
+            return False
+        near = min(others, key=lambda other: other.made.plan.seconds).made
+        took = self.annealing.begin(flags(near.recompute, self.graph), flags(near.kept, self.graph))
+        return took > FAR * near.plan.seconds
 
     def best(self) -> BestPlan:
         """Return the best plan found.
