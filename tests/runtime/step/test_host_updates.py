@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from threading import Event, current_thread
 from typing import Any
 
@@ -13,8 +14,9 @@ from tests.runtime.step.whole_steps import OPTIMIZERS, Cnn, Lm, Mlp, Pair, batch
 from torch import nn
 
 import overspill
-from overspill.core import Verb
+from overspill.core import Stream, Verb
 from overspill.core.errors import RequestError, StoreError
+from overspill.report.page.measured import measured_step
 from overspill.runtime.step.updates import OptimizerUpdates
 from overspill.runtime.transfer.stores import HostStore
 
@@ -121,6 +123,22 @@ def test_updates_go_on_when_the_step_is_over_and_everyone_waits_for_them(watched
     pair.train()
     pair.step.close()
     pair.assert_same()
+
+
+def test_a_recording_has_them(watched: Watched, tmp_path: Path) -> None:
+    pair = pair_on_host()
+    pair.train(2)
+    pair.assert_same()
+    watched.ran.clear()
+    with overspill.record(pair.step) as recording:
+        pair.train(2)
+        pair.assert_same()
+    of = [update.label for update in recording.record.updates]
+    assert len(of) == len(watched.ran) == 16
+    assert all(of_update is not None and of_update.verb is Verb.RUN_ON_HOST for of_update in of)
+    recording.trace(tmp_path / "run.json")
+    assert Stream.HOST_UPDATE.value in (tmp_path / "run.json").read_text()
+    assert Stream.HOST_UPDATE.value in measured_step(recording.record, "mlp").runs[-1].streams
 
 
 def test_a_fork_waits_for_updates(watched: Watched) -> None:

@@ -100,7 +100,9 @@ class _Views:
             tensor=integers(tensor),
             nbytes=integers(nbytes),
             offset=integers(()),
-            streams=tuple(stream.value for stream in (Stream.COMPUTE, *COPIES)),
+            streams=tuple(
+                s.value for s in (Stream.COMPUTE, *COPIES, *([Stream.HOST_UPDATE] if record.updates else []))
+            ),
             verbs=tuple(verb.value for verb in VERBS),
             stream=integers(stream for stream, *_ in events),
             verb=integers(verb for _, verb, *_ in events),
@@ -175,6 +177,11 @@ class _Views:
             for copy in self._record.within(copies, self._step):
                 times = self._at(copy.begin_seconds), self._at(copy.end_seconds)
                 yield _LANES[verb], VERBS.index(verb), self._moved(copy.label), *times
+        for update in self._record.within(self._record.updates, self._step):
+            if (label := update.label) is not None and id(label.graph) in self._firsts:
+                op = self._firsts[id(label.graph)][1] + label.target
+                times = self._at(update.begin_seconds), self._at(update.end_seconds)
+                yield 1 + len(COPIES), VERBS.index(Verb.RUN_ON_HOST), op, *times
 
     def _moved(self, label: Label | None) -> int:
         if label is None or id(label.graph) not in self._firsts:

@@ -40,7 +40,8 @@ def write_run_trace(record: RunRecord, plans: Sequence[Plan], path: str | Path, 
 class _TracedRun:
     def __init__(self, record: RunRecord, title: str) -> None:
         self._record = record
-        threads = (STEPS, Stream.COMPUTE, *COPIES, *([HOST] if record.host else []))
+        on_host = [Stream.HOST_UPDATE] if record.updates else []
+        threads = (STEPS, Stream.COMPUTE, *COPIES, *on_host, *([HOST] if record.host else []))
         self._process = Process(MEASURED, f"measured: {title}", threads)
 
     def process(self) -> Process:
@@ -56,6 +57,10 @@ class _TracedRun:
             for copy in copies:
                 name = "a move between steps" if copy.label is None else copy.label.name
                 self._slice(LANES[verb], name, copy, verb, _facts(copy.label))
+        for update in self._record.updates:
+            if update.label is not None:
+                facts = _facts(update.label)
+                self._slice(Stream.HOST_UPDATE, update.label.name, update, Verb.RUN_ON_HOST, facts)
         for issued in self._record.host:
             assert issued.label is not None
             self._slice(HOST, f"issue {issued.label.verb} of {issued.label.name}", issued, "issue")
@@ -104,6 +109,6 @@ class _TracedRun:
 def _facts(label: Label | None) -> dict[str, Any]:
     if label is None:
         return {}
-    if label.is_op:
+    if label.is_op or label.verb is Verb.RUN_ON_HOST:
         return op_facts(label.graph, label.graph.ops[label.target])
     return tensor_facts(label.graph, label.target)

@@ -113,6 +113,8 @@ class RunRecord:
     """Ops, and waits for transfers: on the device, or on the training thread of the CPU."""
     copies: dict[Verb, list[Measured]] = field(default_factory=lambda: {Verb.OFFLOAD: [], Verb.PREFETCH: []})
     """Copies of the lanes, by verb."""
+    updates: list[Measured] = field(default_factory=list)
+    """Updates on the host."""
     host: list[Measured] = field(default_factory=list)
     """When the host issued each instruction; only on CUDA."""
     steps: list[Measured] = field(default_factory=list)

@@ -52,6 +52,26 @@ class Copying:
         self._recorder.copied(self._verb, self._label, self._begun, self._recorder.mark(stream))
 
 
+class Updating:
+    """One update on the host, from begin to end, by the host's clock."""
+
+    __slots__ = ("_begun", "_label", "_recorder")
+
+    def __init__(self, recorder: RunRecorder, label: Label | None) -> None:
+        self._recorder = recorder
+        self._label = label
+        self._begun = 0.0
+
+    def begin(self, stream: Any = None) -> None:  # noqa: ARG002 - it has none
+        """Note that the update begins."""
+        self._begun = self._recorder.now()
+
+    def end(self, stream: Any = None) -> None:  # noqa: ARG002
+        """Note that the update ends."""
+        if not self._recorder.is_over:
+            self._recorder.record.updates.append(Measured(self._label, self._begun, self._recorder.now()))
+
+
 class RunRecorder:
     """Writes a RunRecord.
 
@@ -330,6 +350,10 @@ class RunRecorder:
     def copying(self, verb: Verb) -> Copying:
         """Return the Copying for a transfer that the current instruction starts."""
         return Copying(self, verb, self._current)
+
+    def updating(self) -> Updating:
+        """Return the Updating for an update on the host that the current instruction starts."""
+        return Updating(self, self._current)
 
     def copied(self, verb: Verb, label: Label | None, begun: Any, ended: Any) -> None:
         """Note a copy that is done, or enqueued on its stream. The threads of lanes call it too."""

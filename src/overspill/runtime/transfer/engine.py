@@ -294,7 +294,8 @@ class TransferEngine:
             with self._checked(used, written):
                 run(*(of.on_host for of in used))
 
-        self.updates.submit(what, update, ready, partial(self._begun, written))
+        noted = None if self.recorder is None else self.recorder.updating()
+        self.updates.submit(what, update, ready, partial(self._begun, written), noted)
 
     def _begun(self, written: Sequence[_Stored], update: HostUpdate) -> None:
         """Note which update writes what; copies that came back from there before it are to come again."""
