@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from overspill.planning.linear_program import Terms, added
 from overspill.planning.step_program import Gap
 
-from .linear_program import Terms, added
 from .relaxation import Relaxation
 
 NEIGHBOURS = 8

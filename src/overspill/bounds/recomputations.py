@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from overspill.planning.linear_program import LinearProgram, Terms, minus
 from overspill.planning.step_program import Gap, StepProgram
-
-from .linear_program import LinearProgram, Terms, minus
 
 LARGEST_TREE = 24
 """Most inputs, and inputs of these, to which a recomputation is followed."""

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from overspill.core import Device
 from overspill.planning.algorithms import memory_optimal
+from overspill.planning.linear_program import INFINITY, LinearProgram, Terms, added, minus
 from overspill.planning.step_program import Gap, StepProgram
 
-from .linear_program import INFINITY, LinearProgram, Terms, added, minus
 from .recomputations import Recomputations
 
 SAMPLE_POINTS = 40

@@ -36,10 +36,10 @@ from collections.abc import Iterable, Sequence
 
 from overspill.core import Device, Graph
 from overspill.planning.effort import Effort
+from overspill.planning.linear_program import Terms, minus
 from overspill.planning.step_program import StepProgram
 
 from .forced_transfers import ForcedTransfers
-from .linear_program import Terms, minus
 from .relaxation import Relaxation, Transfers
 
 LARGE = 0.05

@@ -37,10 +37,10 @@ from dataclasses import replace
 from overspill.core import Device, Graph, LayerType, Op, Phase, numbered
 from overspill.planning.effort import Effort
 from overspill.planning.gaps import swappable_gaps
+from overspill.planning.linear_program import Terms, minus
 from overspill.planning.order import followers_of
 from overspill.planning.step_program import StepProgram
 
-from .linear_program import Terms, minus
 from .relaxation import Transfers
 from .step_time import SAFETY, StepTimeBound
 

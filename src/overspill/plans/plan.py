@@ -17,15 +17,18 @@ from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.floor import peak_of
 from overspill.planning.on_host import begun_when_free, without
 from overspill.planning.overlap import computing_seconds
+from overspill.planning.tiers import page_bytes, with_tiers
 from overspill.policies import POLICIES, Policy, policy_named
 from overspill.policies.in_core import Liveness
 from overspill.simulate import check, simulate
 from overspill.simulate.check_tiers import check_tiers
 
-from .tiers import page_bytes, with_tiers
-
 RECOMPUTING = "checkpoint-cost"
 """What `auto` is on a device whose memory is the host's too."""
+AS_SLOW_AS_DISK = (0.5, 1.0)
+"""How near to the disk's rate the link is taken to be in further plans where the disk limits a step; 1: equal."""
+NEAR_ENOUGH = 1.02
+"""A step that the disk makes longer by less is not limited by it."""
 NO_LIMIT_BYTES = 1 << 60
 """More than any device has: the budget for a policy that makes one schedule."""
 
@@ -222,21 +225,15 @@ def make_plan(
         if chosen.name != "auto":
             raise _frees_nothing(graph, device, chosen, budget_bytes)
         chosen = policy_named(RECOMPUTING)
-    schedule = chosen.plan(graph, device, budget_bytes if chosen.plans_for_budget else None, times)
-    if not isinstance(schedule, Schedule):
-        raise RequestError(
-            f"policy {policy} gave {schedule!r}, which is no Schedule; its `_plan` is to return what `assemble` makes"
-        )
     seconds = op_seconds(graph, device, times)
-    if device.host_bytes and schedule.counts[Verb.RUN_ON_HOST]:
-        schedule = begun_when_free(graph, schedule, simulate(graph, schedule, device, seconds))
+    budget = budget_bytes if chosen.plans_for_budget else None
+    schedule, tiers, timeline = _scheduled(graph, device, chosen, budget, times, seconds)
     # Verify the schedule independently of the policy.
     result = check(graph, schedule)
     if result.peak_bytes > budget_bytes and not chosen.unlimited:
         raise _over_budget(graph, schedule, device, budget_bytes)
     # Simulate it, and the unmanaged step for comparison.
     plain = Liveness().plan(graph, device)
-    tiers, timeline = tiers_of(graph, schedule, device, seconds)
     return Plan(
         graph=graph,
         schedule=schedule,
@@ -250,6 +247,50 @@ def make_plan(
         op_seconds=seconds,
         retained_bytes=retained_bytes(graph, schedule),
         tiers=tiers,
+    )
+
+
+def _scheduled(
+    graph: Graph,
+    device: Device,
+    policy: Policy,
+    budget_bytes: int | None,
+    times: MeasuredTimes | None,
+    seconds: Sequence[float],
+) -> tuple[Schedule, Tiers | None, Timeline]:
+    """Return the schedule of `policy`, with its tiers and timeline: the fastest of several if the disk limits the step.
+
+    The others are planned for a slower link. They recompute or keep on the device what would go on to the disk.
+    """
+    found: list[tuple[Schedule, Tiers | None, Timeline]] = []
+    for share in (0.0, *AS_SLOW_AS_DISK):
+        schedule = policy.plan(graph, _with_slower_link(device, share), budget_bytes, times)
+        if not isinstance(schedule, Schedule):
+            raise RequestError(
+                f"policy {policy} gave {schedule!r}, which is no Schedule; its `_plan` is to return what `assemble` "
+                "makes"
+            )
+        if device.host_bytes and schedule.counts[Verb.RUN_ON_HOST]:
+            schedule = begun_when_free(graph, schedule, simulate(graph, schedule, device, seconds))
+        tiers, timeline = tiers_of(graph, schedule, device, seconds)
+        found.append((schedule, tiers, timeline))
+        if tiers is None or budget_bytes is None or (tiers.fits and not tiers.stays):
+            break
+        undisturbed = simulate(graph, schedule, device, seconds).step_seconds
+        if tiers.fits and timeline.step_seconds <= NEAR_ENOUGH * undisturbed:
+            break
+    return min(found, key=lambda one: (one[1] is not None and not one[1].fits, one[2].step_seconds))
+
+
+def _with_slower_link(device: Device, share: float) -> Device:
+    """Return `device` with a link between its own (`share` 0) and one as slow as the disk (1), if that is slower."""
+    if not share:
+        return device
+    out, back = device.offload_bytes_per_second, device.prefetch_bytes_per_second
+    return replace(
+        device,
+        offload_bytes_per_second=out * min(1.0, device.disk_write_bytes_per_second / out) ** share,
+        prefetch_bytes_per_second=back * min(1.0, device.disk_read_bytes_per_second / back) ** share,
     )
 
 

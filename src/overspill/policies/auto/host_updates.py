@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from overspill.core import Device, Graph, Schedule, Stream, TensorKind, Verb
+from overspill.core import Device, Graph, Schedule, Stream, TensorKind, Timeline, Verb
 from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.planning.fastest import fastest
-from overspill.planning.on_host import HostUpdates, updates_of, updates_of_stored
+from overspill.planning.on_host import HostUpdates, begun_when_free, updates_of, updates_of_stored
+from overspill.planning.tiers import with_tiers
 from overspill.simulate import simulate
 
 DEVICE, HOST, AUTO = UPDATES = ("device", "host", "auto")
@@ -92,10 +93,20 @@ class PlansOnHost:
         )
 
     def _seconds_of(self, made: Schedule) -> float:
-        return simulate(self._graph, made, self._device, self._seconds).step_seconds
+        return self._timeline(made).step_seconds
+
+    def _timeline(self, made: Schedule) -> Timeline:
+        """Return the timeline of a plan, with the disk below the store if there is one."""
+        timeline = partial(simulate, self._graph, device=self._device, seconds=self._seconds)
+        if self._device.host_bytes:
+            made = begun_when_free(self._graph, made, timeline(made))
+        _, found = with_tiers(self._graph, made, self._device, lambda tiers: timeline(made, tiers=tiers))
+        return found
 
     def _fastest(self, plans: Iterable[Callable[[], Schedule]]) -> Schedule:
-        best = fastest(self._graph, self._device, self._seconds, self._fitting(plans), self._budget_bytes)
+        best = fastest(
+            self._graph, self._device, self._seconds, self._fitting(plans), self._budget_bytes, self._timeline
+        )
         assert best is not None
         return best
 

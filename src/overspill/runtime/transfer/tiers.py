@@ -1,8 +1,8 @@
 """Stores in host memory up to a budget, with a disk below it.
 
-A plan says which copies go on to the disk and when they come back (`plans/tiers.py`); lowered programs call `to_disk`
-and `from_disk` at these moments. What is not planned works too, only slower: a copy that is read comes back first, and
-where host memory is full, the copy whose last use is longest ago makes space.
+A plan says which copies go on to the disk and when they come back (`planning/tiers.py`); lowered programs call
+`to_disk` and `from_disk` at these moments. What is not planned works too, only slower: a copy that is read comes back
+first, and where host memory is full, the copy whose last use is longest ago makes space.
 
     HOST ──to_disk: a thread of the drive writes it──▶ HOST, DISK ──space is needed──▶ DISK ──from_disk──▶ HOST, DISK
 

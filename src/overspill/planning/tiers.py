@@ -19,8 +19,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from overspill.bounds.linear_program import LinearProgram
 from overspill.core import Device, DiskStay, Graph, Schedule, Tiers, Timeline, Verb
+
+from .linear_program import LinearProgram
 
 PAGE_BYTES = 4096
 """A copy takes whole pages of host memory and of the disk."""

@@ -15,8 +15,10 @@ from overspill.core import DiskStay, Graph, Schedule, Stream, Tiers, Verb
 from overspill.core.errors import InvalidScheduleError
 from overspill.costs import op_seconds
 from overspill.planning.on_host import begun_when_free, updates_of
-from overspill.plans.plan import tiers_of
+from overspill.plans import plan as plan_module
+from overspill.plans.plan import make_plan, tiers_of
 from overspill.policies import policy_named
+from overspill.policies.auto.host_updates import UPDATES
 from overspill.simulate import simulate
 from overspill.simulate.check_tiers import check_tiers
 
@@ -134,3 +136,32 @@ def test_a_slower_disk_is_never_faster() -> None:
         simulate(step, schedule, replace(DISK, disk_read_bytes_per_second=1e15, disk_write_bytes_per_second=1e15,
                                          transfer_latency_seconds=0), seconds, tiers).step_seconds, rel=0.05
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("disk", [1e9, 1e6, 2e5])
+def test_auto_updates_where_it_is_faster_with_the_disk_too(disk: float) -> None:
+    """Updates on the host spare the link, but they have all state in the store."""
+    step = whole(network(LAYERS))
+    device = replace(DISK, host_bytes=1 << 40, disk_read_bytes_per_second=disk, disk_write_bytes_per_second=disk)
+    policy = policy_named("auto")
+    budget = floor_bytes(policy, step, device) * 5 // 4
+    whole_bytes = make_plan(step, device, policy, budget).tiers
+    assert whole_bytes is not None
+    device = replace(device, host_bytes=whole_bytes.host_peak_bytes * 2 // 3)
+    plans = {way: make_plan(step, device, policy_named(f"auto:update={way}"), budget) for way in UPDATES}
+    assert plans["auto"].step_seconds <= min(plans["device"].step_seconds, plans["host"].step_seconds) * (1 + 1e-9)
+
+
+def test_where_the_disk_limits_a_step_less_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = whole(network(LAYERS))
+    policy = policy_named("auto")
+    budget = floor_bytes(policy, step, DISK) * 3 // 2
+    device = replace(DISK, disk_read_bytes_per_second=1e5, disk_write_bytes_per_second=1e5)
+    host = make_plan(step, replace(device, host_bytes=1 << 40), policy, budget).tiers
+    assert host is not None
+    device = replace(device, host_bytes=host.host_peak_bytes // 2)
+    weighed = make_plan(step, device, policy, budget)
+    monkeypatch.setattr(plan_module, "AS_SLOW_AS_DISK", ())
+    unweighed = make_plan(step, device, policy, budget)
+    assert weighed.step_seconds < 0.95 * unweighed.step_seconds
+    assert weighed.disk_written_bytes < unweighed.disk_written_bytes
