@@ -59,8 +59,8 @@ class _TracedRun:
                 self._slice(LANES[verb], name, copy, verb, _facts(copy.label))
         for update in self._record.updates:
             if update.label is not None:
-                facts = _facts(update.label)
-                self._slice(Stream.HOST_UPDATE, update.label.name, update, Verb.RUN_ON_HOST, facts)
+                of = update.label
+                self._slice(Stream.HOST_UPDATE, of.name, update, Verb.RUN_ON_HOST, _facts(of))
         for issued in self._record.host:
             assert issued.label is not None
             self._slice(HOST, f"issue {issued.label.verb} of {issued.label.name}", issued, "issue")
