@@ -136,7 +136,7 @@ def test_a_budget_below_the_floor_is_infeasible_and_the_floor_that_is_named_work
     extra = f"--store-dir {store_dir} --steps 1" if command == "train" else ""
     done = overspill(f"{command} nets:shallow --batch 512 --budget 10KiB --json {extra}")
     assert done.code == 1
-    assert "infeasible: budget 10.0 KiB is below auto's floor" in done.error
+    assert "infeasible: budget 10.0 KiB is below the minimum of policy auto" in done.error
     answer = done.answer
     assert answer["exit_code"] == 1
     assert answer["feasible"] is False

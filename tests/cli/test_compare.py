@@ -88,7 +88,7 @@ def test_where_nothing_fits_the_answer_is_no_and_names_what_would_do(overspill: 
     assert {auto[key] for key in ("max_bytes", "offloaded_bytes", "step_seconds", "slowdown", "fragmentation")} == {
         None
     }
-    assert "below auto's floor" in auto["error"]
+    assert "minimum of policy auto" in auto["error"]
     assert liveness["max_bytes"] > answer["floor_bytes"] == auto["floor_bytes"]
     again = overspill(f"{COMPARE} --policies auto,liveness --budget {answer['floor_bytes']}B --json")
     assert again.code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -31,6 +32,17 @@ def test_what_is_missing_comes_with_what_would_help(overspill: Overspill, monkey
     assert found["plot"]["found"] == "no no_such_package"
     assert found["plot"]["help"] == 'pip install "overspill[plot]"'
     assert found["C++ compiler"]["state"] == "missing"
+
+
+def test_libraries_that_are_not_installed_are_named(overspill: Overspill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "LIBRARIES", ("numpy", "no_such_library"))
+    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))  # without a spec
+    done = overspill("doctor --json")
+    found = {finding["what"]: finding for finding in done.answer["findings"]}
+    assert found["libraries"]["found"].startswith("numpy ")
+    assert found["libraries"]["found"].endswith("; no no_such_library")
+    assert found["plot"]["found"] == "no matplotlib"
+    assert done.err.count("Traceback") == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parts differ")

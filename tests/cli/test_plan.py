@@ -76,6 +76,13 @@ def test_a_report_that_can_be_no_page_is_refused_before_work_begins(overspill: O
     assert not Path("page.pdf").exists()
 
 
+def test_a_gpu_without_units_for_bfloat16_is_told(overspill: Overspill) -> None:
+    for command in ("plan", "estimate"):
+        told = " ".join(overspill(f"{command} nets:shallow --batch 2 --dtype bf16 --gpu t4").out.split())
+        assert "t4 has no units for it (compute capability 7.5)" in told
+        assert "no units" not in overspill(f"{command} nets:shallow --batch 2 --dtype bf16 --gpu l4").out
+
+
 def test_a_share_of_the_step_that_the_card_has_no_room_for_does_not_fit(overspill: Overspill) -> None:
     replace(load_device("t4"), name="tiny", memory_bytes=200 << 20).save("tiny.json")
     done = overspill("plan nets:shallow --batch 1000000 --budget 100% --gpu tiny.json --report page.html --json")

@@ -41,6 +41,26 @@ def parameters(name: str) -> int:
         return sum(p.numel() for p in load(name).module.parameters())
 
 
+def test_weights_are_float32_whatever_a_configuration_says(tmp_path: Path) -> None:
+    text = {
+        "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    images = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    both = {
+        "model_type": "llava", "text_config": text, "torch_dtype": "bfloat16",
+        "vision_config": {"model_type": "clip_vision_model", "dtype": "bfloat16", **images},
+    }  # fmt: skip
+    for number, config in enumerate((text, both)):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(config))
+        with FakeTensorMode():
+            module = load(f"hf:{path}").module
+            assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+            prepare(module, Job(NamedModel("gpt2"), 1, None, dtype="bfloat16"))
+            assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+
+
 def test_the_decoder_has_the_parameters_of_its_sizes() -> None:
     assert parameters("decoder") == parameters("gpt2") == 124_439_808
     for heads in (16, 32):

@@ -58,7 +58,7 @@ def test_a_policy_that_cannot_meet_the_budget_names_a_floor_that_works(graph: Gr
     (row,) = compare(graph, DEVICE, ("auto",), 1024)
     assert (row.plan, row.fits, row.slowdown, row.stall_cause) == (None, False, None, None)
     assert row.error is not None
-    assert "auto's floor" in row.error
+    assert "minimum of policy auto" in row.error
     assert row.floor_bytes is not None
     (again,) = compare(graph, DEVICE, ("auto",), row.floor_bytes)
     assert again.fits

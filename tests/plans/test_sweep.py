@@ -121,7 +121,7 @@ def test_a_policy_that_cannot_go_so_low_says_why_and_has_its_own_smallest_budget
     errors = [point.error for point in found.points if point.policy == "checkpoint-cost" and point.plan is None]
     assert errors
     assert all(
-        error is not None and "below checkpoint-cost's floor" in error and floor.cause in error for error in errors
+        error is not None and "minimum of policy checkpoint-cost" in error and floor.cause in error for error in errors
     )
 
 

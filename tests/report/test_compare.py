@@ -155,10 +155,10 @@ def test_a_bound_is_shown_where_there_is_one() -> None:
 
 
 def test_what_the_table_has_no_room_for_is_said_below() -> None:
-    impossible = Row("auto", None, False, 1.0, "infeasible: below [auto]'s floor", 4096)
+    impossible = Row("auto", None, False, 1.0, "infeasible: below the minimum of policy [auto]", 4096)
     plan = make_plan(holes(), DEVICE, "liveness", CAPACITY)
     crowded = Row("liveness", plan, True, plan.step_seconds)
     text = " ".join(shown([row_figures(impossible, sized(CAPACITY)), row_figures(crowded, sized(36 << 20))]).split())
-    assert "auto: infeasible: below [auto]'s floor" in text
+    assert "auto: infeasible: below the minimum of policy [auto]" in text
     assert "out of memory" in text
     assert "runs out of memory on toy under liveness; with expandable_segments:True it does too." in text

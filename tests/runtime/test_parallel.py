@@ -138,7 +138,7 @@ def test_two_halves_of_a_batch_train_as_the_whole_does_in_one_process(ranks: lis
     [
         ("kinds", "RequestError", "differ in the kinds of their inputs"),
         ("split", "RequestError", "9 samples cannot be split into 2 equal micro-batches"),
-        ("budget", "InfeasibleBudgetError", "is below auto's floor"),
+        ("budget", "InfeasibleBudgetError", "below the minimum"),
         ("store", "RequestError", "cannot write to the store directory /nowhere"),
         ("models", "RequestError", "the ranks have different models: model.1.weight is (1"),
         ("graphs", "RequestError", "which is relu on rank 0 and gelu on rank 1"),

@@ -27,6 +27,11 @@ EXTENSIONS = {
 }
 TESTED_TORCH = ((2, 11), (2, 14))
 """The first and the last release of PyTorch that Overspill is tested with."""
+LIBRARIES = (
+    "accelerate", "bitsandbytes", "datasets", "diffusers", "lightning", "peft", "pytorch_optimizer", "schedulefree",
+    "sentence_transformers", "torchvision", "transformers", "trl",
+)  # fmt: skip
+"""Libraries whose models and loops train within a budget."""
 MOST_NAMES = 3
 """The number of shown names that a release has moved."""
 EXTRAS = {
@@ -68,7 +73,7 @@ def doctor(json: AsJson = False) -> Outcome:
     with narrate() as narrator:
         quiet_torch()
         findings: list[Finding] = []
-        for look in (_package, _torch, _gpu, _memory, _disk, _compiler, _scripts, _extras):
+        for look in (_package, _torch, _gpu, _memory, _disk, _compiler, _scripts, _extras, _libraries):
             narrator.now(f"looking at {look.__name__.strip('_')}", lasting=False)
             findings += look()
     columns = ("what", "state", "found", "what it means", "what would help")
@@ -220,11 +225,29 @@ def _scripts() -> Iterable[Finding]:
 def _extras() -> Iterable[Finding]:
     """Check the packages that only some features need."""
     for extra, (packages, serves) in EXTRAS.items():
-        absent = [name for name in packages if find_spec(name) is None]
+        absent = [name for name in packages if not _is_installed(name)]
         if absent:
             yield Finding(extra, "missing", f"no {', '.join(absent)}", serves, f'pip install "overspill[{extra}]"')
         else:
             yield Finding(extra, "works", ", ".join(f"{name} {_release(name)}" for name in packages), serves)
+
+
+def _libraries() -> Iterable[Finding]:
+    """Check the libraries that users have; Overspill itself does without them."""
+    there = [name for name in LIBRARIES if _is_installed(name)]
+    absent = [name for name in LIBRARIES if name not in there]
+    parts = (", ".join(f"{name} {_release(name)}" for name in there), f"no {', '.join(absent)}" if absent else "")
+    yield Finding(
+        "libraries", "works" if there else "missing", "; ".join(filter(None, parts)),
+        "models and loops of theirs train within a budget", "pip install NAME" if absent else "",
+    )  # fmt: skip
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # a part of one, as some leave behind
+        return False
 
 
 def _release(package: str) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 from overspill.core import Device, LayerType
+
+from .capability import capability_of
 
 TENSOR_CORES = "tfloat32"
 """The name of a device's rate for float32 on tensor cores."""
@@ -20,6 +23,12 @@ def peak_flops_per_second(device: Device, dtype: str, layer_type: LayerType) -> 
     if dtype == "float32" and device.kind == "cuda" and _rounds(layer_type):
         return rates.get(TENSOR_CORES, single)
     return rates.get(dtype) or single
+
+
+def emulates(device: Device, dtypes: Iterable[str]) -> bool:
+    """Return whether `device` has no units for one of these dtypes: bfloat16 before compute capability 8.0."""
+    known = device.kind == "cuda" and device.compute_capability
+    return bool(known) and "bfloat16" in dtypes and capability_of(device.compute_capability) < (8, 0)
 
 
 def _rounds(layer_type: LayerType) -> bool:

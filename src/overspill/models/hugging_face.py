@@ -134,6 +134,7 @@ def _kind(name: str, config: Any, transformers: Any) -> _Kind:
 def _made(name: str, config: Any, attention: str, kind: _Kind, transformers: Any) -> nn.Module:
     """Return the model with attention `attention`, or transformers' own if unsupported."""
     auto = getattr(transformers, kind.auto)
+    _in_float32(config)
     if getattr(config, "architectures", None) is None:
         config.architectures = []  # transformers goes through them, and a type's defaults have none
     try:
@@ -149,6 +150,14 @@ def _made(name: str, config: Any, attention: str, kind: _Kind, transformers: Any
         raise RequestError(f"{name}: transformers cannot make {kind.what} of it: {one_line(error)}") from error
     made: nn.Module = module.train()
     return made
+
+
+def _in_float32(config: Any) -> None:
+    """Make weights float32, whatever the configuration says of a checkpoint: the dtype of the job decides."""
+    config.dtype = torch.float32
+    for name in getattr(config, "sub_configs", {}):
+        if (part := getattr(config, name, None)) is not None:
+            _in_float32(part)
 
 
 def _causal_attention(transformers: Any) -> str:

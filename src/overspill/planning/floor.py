@@ -100,7 +100,7 @@ def below(floor: Floor, budget_bytes: int, policy: str) -> InfeasibleBudgetError
     """Return the error for a budget below `floor`, the smallest that `policy` works in."""
     budget, least = format_apart(budget_bytes, floor.nbytes)
     return InfeasibleBudgetError(
-        f"infeasible: budget {budget} is below {policy}'s floor {least} "
+        f"infeasible: budget {budget} is below the minimum of policy {policy}, {least} "
         f"({floor.cause}); raise the budget or make the batch smaller",
         budget_bytes=budget_bytes,
         floor_bytes=floor.nbytes,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from overspill.capture.recording.recording import Allocation
-from overspill.core import TensorKind
+from overspill.core import Device, TensorKind
 from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import format_bytes
+from overspill.costs.precision import emulates
 from overspill.estimation import Estimate
 from overspill.estimation.figures import Figures
 from overspill.estimation.peak import kind_of
@@ -76,6 +77,7 @@ def estimate_verdict(made: Estimate, further: tuple[Figure, ...] = (), *, asked:
             f"allocated {format_bytes(made.peak_allocated_bytes)}"),
         Figure("reserved", format_bytes(made.peak_reserved_bytes), f"by the {made.allocator} allocator"),
         Figure("context", format_bytes(made.context_bytes)),
+        *(emulation(device, {made.dtype for made in made.recording.allocations}) if asked else ()),
         *further,
     )  # fmt: skip
     if asked:
@@ -83,6 +85,14 @@ def estimate_verdict(made: Estimate, further: tuple[Figure, ...] = (), *, asked:
     batch = "" if made.batch is None else f", batch {made.batch},"
     on = f"(context as on {device.name}; --gpu NAME asks for another)"
     return Verdict(f"{made.name}{batch} takes {format_bytes(made.total_bytes)} {on}", None, figures)
+
+
+def emulation(device: Device, dtypes: Iterable[str]) -> tuple[Figure, ...]:
+    """Return that `device` computes one of these dtypes without units for it; nothing if it has them."""
+    if not emulates(device, dtypes):
+        return ()
+    why = f"{device.name} has no units for it (compute capability {device.compute_capability}); --dtype amp has float16"
+    return (Figure("bfloat16", "slow", why),)
 
 
 def _sentence(made: Figures) -> str:

@@ -19,6 +19,7 @@ from overspill.policies.auto import Auto
 from overspill.runtime.transfer.stores import store_bytes
 from overspill.simulate import check
 
+from .estimate import emulation
 from .listing import count, format_flops, percent
 from .page import Column, Figure, Page, PasteLine, Table, Unit, Verdict
 from .page.step import reserved_by, step
@@ -119,6 +120,7 @@ def plan_verdict(plan: Plan, least_bytes: int | None = None) -> Verdict:
                 "without a plan"),
             *store_figures(plan, f"{moved} the device in each step"),
             *again,
+            *emulation(plan.device, {tensor.dtype for tensor in plan.graph.tensors}),
         ),
     )  # fmt: skip
 

@@ -178,7 +178,7 @@ def test_vdnn_all_with_memory_optimal_algorithms_decides_what_can_be_trained() -
     with pytest.raises(InfeasibleBudgetError) as caught:
         VdnnDynamic().plan(MIXED, DEVICE, floor - 1)
     assert (caught.value.floor_bytes, caught.value.budget_bytes) == (floor, floor - 1)
-    assert "vdnn-dynamic's floor" in str(caught.value)
+    assert "minimum of policy vdnn-dynamic" in str(caught.value)
 
 
 def test_without_a_budget_there_is_what_the_device_has_beside_its_context() -> None:
