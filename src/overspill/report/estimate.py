@@ -70,8 +70,8 @@ def estimate_verdict(made: Estimate, further: tuple[Figure, ...] = (), *, asked:
     total, device = made.total, made.device
     figures = (
         Figure("takes", format_bytes(made.total_bytes),
-            f"nine of ten times {format_bytes(total.low)} to {format_bytes(total.high)}, as library workspaces and the "
-            "context turn out"),
+            f"nine of ten times {format_bytes(total.low)} to {format_bytes(total.high)}, as {_uncertain(made)} turn "
+            "out"),
         Figure("needs at least", format_bytes(made.minimum_capacity_bytes), "what its allocator caches given back"),
         Figure("tensors at the peak", format_bytes(made.peak_requested_bytes),
             f"allocated {format_bytes(made.peak_allocated_bytes)}"),
@@ -85,6 +85,15 @@ def estimate_verdict(made: Estimate, further: tuple[Figure, ...] = (), *, asked:
     batch = "" if made.batch is None else f", batch {made.batch},"
     on = f"(context as on {device.name}; --gpu NAME asks for another)"
     return Verdict(f"{made.name}{batch} takes {format_bytes(made.total_bytes)} {on}", None, figures)
+
+
+def _uncertain(made: Figures) -> str:
+    """Return what the interval of an estimate allows for."""
+    causes = ["library workspaces", "the context"]
+    if made.retrace is not None and made.retrace.job.fine_tunes:
+        causes += ["what loading the checkpoint leaves"]
+        causes += [] if made.unspecified is None else ["settings that were not given"]
+    return f"{', '.join(causes[:-1])} and {causes[-1]}"
 
 
 def emulation(device: Device, dtypes: Iterable[str]) -> tuple[Figure, ...]:
