@@ -194,6 +194,7 @@ def test_narrow_numbers_are_never_slower_than_wide_ones_on_a_gpu(name: str) -> N
         ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA GB10", "gb10"),
+        ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA GeForce RTX 5080", "rtx5080"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
         ("CPU", "cpu"),

@@ -39,6 +39,7 @@ _ALIASES = {
     "rtxa6000": "a6000", "a1024gb": "a10", "l424gb": "l4", "l40s48gb": "l40s", "b200sxm": "b200",
     "p4024gb": "p40", "t416gb": "t4", "5080": "rtx5080",
     "gh200480gb": "gh200", "gh20096gb": "gh200", "gb200nvl72": "gb200", "dgxspark": "gb10",
+    "amdinstinctmi300x": "mi300x", "amdinstinctmi300xoam": "mi300x", "instinctmi300x": "mi300x",
     "rtxpro6000blackwell": "rtx-pro-6000", "rtxpro6000blackwellworkstationedition": "rtx-pro-6000",
     "rtxpro6000blackwellserveredition": "rtx-pro-6000", "rtxpro6000blackwellmaxqworkstationedition": "rtx-pro-6000",
 }  # fmt: skip
