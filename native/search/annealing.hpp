@@ -54,8 +54,9 @@ class Annealing {
     }
 
     // Changes of the best plan, drawn with a fixed seed, of which early ones may cost up to about `temperature`
-    // seconds: `most` attempts, or as many as there are before `evaluations` are `most_evaluations` or a plan takes
-    // `target_seconds` seconds. `alive` is called before each.
+    // seconds: `most` attempts, or as many as there are before they evaluate `most_evaluations` candidates or a plan
+    // takes `target_seconds` seconds. What the starts evaluated does not count: of a large graph it is more than all of
+    // that. `alive` is called before each.
     template <typename Alive>
     void anneal(std::int64_t most, std::int64_t most_evaluations, double perturbation_rate, Seconds temperature,
                 Seconds target_seconds, Alive alive) {
@@ -64,11 +65,11 @@ class Annealing {
         const std::int64_t begun = evaluations;
         Made current = best_;
         for (std::int64_t made = 0;
-             made < most && evaluations < most_evaluations && best_->plan.seconds > target_seconds; ++made) {
+             made < most && evaluations - begun < most_evaluations && best_->plan.seconds > target_seconds; ++made) {
             alive();
-            const double left = std::min(
-                static_cast<double>(most_evaluations - evaluations) / static_cast<double>(most_evaluations - begun),
-                1 - static_cast<double>(made) / static_cast<double>(most));
+            const double left =
+                1 - std::max(static_cast<double>(evaluations - begun) / static_cast<double>(most_evaluations),
+                             static_cast<double>(made) / static_cast<double>(most));
             Decision decision = changes.of(current->decision, current->plan.stall_seconds);
             const bool keeps = decision.penalised_like(current->decision) && random.uniform() < kKeeping;
             const Made next = attempt(std::move(decision), current.get(), keeps);

@@ -78,6 +78,11 @@ def test_attempts_find_faster_plans() -> None:
     graph = network([Layer(n, flops=10**7 * (1 + i % 3), saves_output=i % 2 == 0) for i, n in enumerate(sizes)])
     pairs = [[searched(graph, DEVICE, budget_at(graph, s), e) for e in (STARTS_ONLY, BRIEF)] for s in (0.0, 0.1, 0.3)]
     assert any(later.made.plan.seconds < 0.99 * first.made.plan.seconds for first, later in pairs)
+    # With fewer evaluations than the starts alone take, too.
+    few = [searched(graph, DEVICE, budget_at(graph, s), Effort(evaluations=6000)) for s in (0.0, 0.1, 0.3)]
+    assert any(
+        plan.made.plan.seconds < 0.99 * first.made.plan.seconds for plan, (first, _) in zip(few, pairs, strict=True)
+    )
 
 
 @given(networks(), st.sampled_from([0.0, 0.3]))
