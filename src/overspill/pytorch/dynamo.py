@@ -14,6 +14,7 @@ import torch._dynamo.eval_frame
 import torch._dynamo.exc
 import torch._dynamo.guards
 import torch._dynamo.source
+import torch._dynamo.symbolic_convert
 import torch._dynamo.utils
 import torch._dynamo.variables
 import torch._dynamo.variables.builder
@@ -29,6 +30,7 @@ from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoErr
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # what all its errors are
 from torch._dynamo.output_graph import OutputGraph as OutputGraph  # the graph that is being traced
 from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator  # the interpreter that traces
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._guards import CompileContext as CompileContext  # the compilation that runs
 from torch._guards import TracingContext as TracingContext  # the trace that runs
 
@@ -50,6 +52,12 @@ hooks_of = operator.attrgetter("hooks")
 """What a callback adds to each compilation: its `guard_filter_fn`, above all."""
 unimplemented = torch._dynamo.exc.unimplemented
 """End the graph here, and say why."""
+UNIMPLEMENTED = Target(torch._dynamo.symbolic_convert, "unimplemented")
+"""The same where code is interpreted."""
+LOOP_BREAK = "graph break in loop"
+"""What it says of a graph break in a loop, behind which a function is not traced."""
+UNTRACED = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+"""Neither a function nor what it calls is traced: an error's `frame_exec_strategy`."""
 install_guard = torch._dynamo.guards.install_guard
 """What is to hold before a compiled call."""
 same_object = torch._dynamo.guards.GuardBuilder.ID_MATCH

@@ -267,8 +267,8 @@ class UnknownValue(UnsupportedError):
         super().__init__(
             f"the step reads values or makes shapes that follow from parameters{place}, as .item(), numpy(), nonzero() "
             "and `if` on a tensor do, so that it is no fixed graph; what follows from inputs and buffers alone may be "
-            "read, and draws of the CPU's generator in eager. Use torch.where and the like, or overspill.compile, "
-            "which plans the graphs between"
+            "read, and draws of the CPU's generator in eager. Use torch.where, for experts grouped products "
+            "(torch.nn.functional.grouped_mm), and the like, or overspill.compile, which plans the graphs between"
         )
         self.lines = lines
 

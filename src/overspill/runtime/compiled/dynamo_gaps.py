@@ -12,12 +12,15 @@ The patches apply while a model of `overspill.compile` is called (`PATCHES`), an
   an error.
 - `requires_grad_()` on a value that forward computes, as in peft: with eager kernels the graph goes on if an output
   also depends on a parameter, whose gradient is the same.
+- A loop whose sizes follow from values (experts by `nonzero()`), which Dynamo does not trace: it would compile what the
+  loop calls, for each number of rows again. Here all of it runs as in plain PyTorch, and `plan_check.py` counts it.
 
 Known limit: if a release has no such name, Dynamo behaves as usual.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -32,9 +35,13 @@ from overspill.pytorch.dynamo import (
     DUPLICATE,
     IDENTITY,
     INITIALIZE_LAZY,
+    LOOP_BREAK,
+    UNIMPLEMENTED,
+    UNTRACED,
     BackendCompilerFailed,
     InstructionTranslator,
     OutputGraph,
+    TorchDynamoException,
     install_guard,
     is_from_global_source,
     is_from_local_source,
@@ -48,6 +55,8 @@ from overspill.pytorch.trees import tree_leaves
 
 OWN_BACKWARD = "a Function under torch.func"
 """Dynamo's message when a graph ends before one."""
+BY_VALUES = r"depends on input Tensor data|Data dependent operator"
+"""What it says of an op whose result's shape follows from values."""
 _VALUES = (int, float, complex, str, bytes, type(None), type, Tensor)
 """Values that Dynamo guards by value, or correctly by other means."""
 _HOLDERS = (
@@ -139,9 +148,21 @@ def _leaves(plain: Plain, graph: OutputGraph, outputs: Sequence[Any], tx: Any) -
     plain(graph, left, tx)
 
 
+def _unimplemented(plain: Plain, *args: Any, **said: Any) -> None:
+    try:
+        plain(*args, **said)
+    except TorchDynamoException as error:
+        cause = said.get("from_exc")
+        # In the function itself, not in what it calls: that is traced by itself then.
+        inside = len(getattr(cause, "real_stack", ())) == 1
+        if said.get("gb_type") == LOOP_BREAK and inside and re.search(BY_VALUES, str(cause)):
+            error.frame_exec_strategy = UNTRACED
+        raise
+
+
 def _patch(target: Target, ours: Callable[..., Any]) -> Patches:
     plain = getattr(*target, None)
-    return [] if plain is None else [(*target, lambda *args: ours(plain, *args))]
+    return [] if plain is None else [(*target, lambda *args, **options: ours(plain, *args, **options))]
 
 
 PATCHES = [
@@ -149,6 +170,7 @@ PATCHES = [
     *_patch(DUPLICATE, _duplicate),
     *_patch(APPLY_FUNCTION, _apply),
     *_patch(INITIALIZE_LAZY, _initialize),
+    *_patch(UNIMPLEMENTED, _unimplemented),
 ]
 """Attributes of Dynamo's modules and classes, and their values while a model is called."""
 OF_EAGER = _patch(CHECK_LEAVES, _leaves)

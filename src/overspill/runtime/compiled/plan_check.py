@@ -13,7 +13,8 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -30,17 +31,20 @@ from overspill.pytorch.dynamo import FailOnRecompileLimitHit, TorchDynamoExcepti
 from overspill.pytorch.trees import tree_leaves
 
 from .double_backward import COMPILED
-from .dynamo_gaps import OF_EAGER, OWN_BACKWARD, PATCHES
+from .dynamo_gaps import BY_VALUES, OF_EAGER, OWN_BACKWARD, PATCHES
 from .renewal import Renewal
 from .unplanned_backward import measure_backward, name_of
 
+SPARE = 1.25
+"""If a part without a plan keeps or takes more than at first, it varies: plans set aside so many times as much."""
 MOST_PLANS = 512
 """Most kinds of inputs (shapes above all) of one function; each has a plan of its own."""
 WARN_INSTEAD = "or pass on_unplanned='warn' to train without the promise"
 CURES = {
-    r"depends on input Tensor data|Data dependent operator": (
+    BY_VALUES: (
         "let no shape or branch in a loop follow from values (experts by masks or grouped products, "
-        f"torch.nn.functional.grouped_mm), {WARN_INSTEAD}"
+        "torch.nn.functional.grouped_mm; models of transformers: model.set_experts_implementation('grouped_mm')), "
+        f"{WARN_INSTEAD}"
     ),
     r"sparse Tensor": f"let it be dense, {WARN_INSTEAD}",
     r"[Rr]andom\.": f"draw with torch, or before the call, {WARN_INSTEAD}",
@@ -138,6 +142,8 @@ class PlanCheck:
         self._warns = on_unplanned == "warn"
         self._said_before = {kind: Counter(counters[kind]) for kind in SAID}
         self._seen: set[Any] = set()
+        self._most: dict[str, int] = {}
+        """The most bytes that ops outside of planned graphs have kept, by their names."""
         self._warned: set[str] = set()
 
     def check(self, model: str, before: int, room: RoomInPlans, args: Any, kwargs: Any, result: Any) -> None:
@@ -151,28 +157,39 @@ class PlanCheck:
                 reason = self._reason()
                 self.tell(f"{model} ran without a plan: {reason}; {_cure(reason)}")
             return
-        # Dynamo decides at compile time: each compilation is checked once.
+        # Dynamo decides at compile time: each compilation is checked once. Where it leaves out a part that keeps
+        # something, each call is: sizes may follow from values, as the rows of an expert do.
         now = (counters["frames"]["total"], torch.is_grad_enabled())
-        if now in self._seen:
+        if now in self._seen and not self._most:
             return
         self._seen.add(now)
-        # Some ops ran outside the planned graphs: plans are to set aside what these keep for backward.
-        part = f"has a part of {model} that torch.compile does not trace"
+        self._check_outside(f"has a part of {model} that torch.compile does not trace", room, args, kwargs, result)
+
+    def _check_outside(self, part: str, room: RoomInPlans, args: Any, kwargs: Any, result: Any) -> None:
+        """Have plans set aside what ops outside of them keep for backward, and take there, if it is more than ever."""
+        spare = SPARE if self._most else 1
         saved = dict(_saved_outside(args, kwargs, result))
         kept = {name_of(node) for node, of in saved.items() if of}
         if (nbytes := sum(t.nbytes for of in saved.values() for t in of)) > self.kept_bytes + room.room_bytes():
-            self.kept_bytes = nbytes
+            self.kept_bytes = int(spare * nbytes)
             self._ask(f"{part} ({', '.join(sorted(kept)[:3])}), which keeps {format_bytes(nbytes)} for backward")
 
         # What the backwards of these take is known once they have run.
         def took(name: str, nbytes: int) -> None:
             if nbytes > self.taken_bytes:
-                self.taken_bytes = nbytes
+                self.taken_bytes = int(spare * nbytes)
                 if nbytes > room.between_bytes():
                     self._ask(f"{part} ({name}), whose backward takes {format_bytes(nbytes)}")
 
+        # The more an op keeps, the more its backward takes.
+        most = dict(self._most)
         for node, of in saved.items():
-            measure_backward(node, of, took)
+            keeps, name = sum(t.nbytes for t in of), name_of(node)
+            if keeps > self._most.get(name, -1):
+                most[name] = max(keeps, most.get(name, -1))
+                measure_backward(node, of, took)
+        if kept:
+            self._most = most
 
     def _ask(self, what: str) -> None:
         self._renewal.begin_rounds()
@@ -246,9 +263,17 @@ def _saved_outside(args: Any, kwargs: Any, result: Any) -> Iterator[tuple[Node, 
         pending.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
 
 
+@cache
+def _names_of_saved(kind: object) -> list[str]:
+    """Return the names of the attributes in which nodes of a `kind` save tensors."""
+    return [name for name in dir(kind) if name.startswith(SAVED)]
+
+
 def _saved(node: Node) -> list[Tensor]:
-    """Return the tensors that `node` saves, without parameters."""
-    saved = [getattr(node, name) for name in dir(node) if name.startswith(SAVED)]
-    if hasattr(node, "saved_tensors"):
-        saved += node.saved_tensors
+    """Return the tensors that `node` saves, without parameters and what has changed since."""
+    saved: list[Any] = []
+    kind: object = type(node)
+    for name in (*_names_of_saved(kind), "saved_tensors"):
+        with suppress(RuntimeError):  # changed in place, as weights are that move; if it is another, backward says so
+            saved.append(getattr(node, name, ()))
     return [t for t in tree_leaves(saved) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
