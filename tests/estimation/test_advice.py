@@ -16,7 +16,7 @@ from overspill.estimation.advice import CALLBACK, Advice, Price, advice
 from overspill.estimation.api import estimate
 from overspill.estimation.estimate import Estimate
 from overspill.job import Parallel
-from overspill.plans.fit import GAIN
+from overspill.plans.fit import GAIN, NEAR
 from overspill.report.advice import sized
 from overspill.runtime.advise import advise
 
@@ -201,6 +201,12 @@ def test_the_whole_step_is_planned_too_where_calls_alone_cost_time() -> None:
         assert f'budget="{ours.budget_bytes >> 20}MiB"' in named.python  # type: ignore[operator]
         assert ours.minimum_capacity_bytes <= ours.budget_bytes  # type: ignore[operator]
         assert ours.budget_bytes <= made.device.memory_bytes - (made.total.high - made.total.central)  # type: ignore[operator]
+
+
+def test_a_plan_is_compared_with_a_step_that_updates_as_it_does() -> None:
+    ours = next(one for one in advise(job(5000, FEW)) if "overspill.compile" in one.what)  # the update in parts is all
+    assert ours.fits
+    assert ours.slowdown < NEAR  # type: ignore[operator]
 
 
 def test_changes_carry_the_arguments_of_trainer() -> None:
