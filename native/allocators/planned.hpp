@@ -29,7 +29,7 @@ namespace overspill {
 // In the order of `PlannedCounts` in placement/allocators/planned.py.
 struct PlannedCounts {
     std::int64_t planned = 0;    // requests that got their planned address
-    std::int64_t carried = 0;    // that live on into the next step, and are not planned
+    std::int64_t carried = 0;    // that live on into the next step, nobody knows how long
     std::int64_t displaced = 0;  // whose place was taken or too small
     std::int64_t foreign = 0;    // that no plan knows
     std::int64_t steps = 0;
@@ -84,7 +84,7 @@ class PlannedAllocator final : public CachingAllocator {
     }
     void resume() override {
         for (const auto& lane : lanes_)
-            if (lane != nullptr && std::exchange(lane->settled, false)) lease(*lane, lane->bytes);  // no more than before
+            if (lane != nullptr && std::exchange(lane->settled, false)) lease(*lane, lane->bytes, false);
     }
     PoolBlock* in_chain(PoolBlock* block) const override { return block->planned ? block->twin : block; }
 
@@ -153,7 +153,8 @@ class PlannedAllocator final : public CachingAllocator {
         live::Log log;
         live::Repeats repeats;
         live::Shapes shapes;
-        std::int64_t begin = 0;  // of the current step
+        std::int64_t begin = 0;     // of the current step
+        std::int64_t previous = 0;  // of the step that ended there
         bool ends = false;       // the step was marked as ended
         Bytes live = 0;
         std::int64_t trusted = kTrusted;
@@ -169,7 +170,7 @@ class PlannedAllocator final : public CachingAllocator {
         bool crowded = false;  // the rest of the step is the heap's
         bool cut = false;      // the guard knows all edges, of so many bytes
         Bytes cut_bytes = 0;
-        std::vector<PoolBlock*> pieces;
+        std::vector<PoolBlock*> pieces, holes;  // with memory and without
         live::Guard guard;
     };
 
@@ -214,12 +215,16 @@ class PlannedAllocator final : public CachingAllocator {
         live::Shapes& shapes = lane.shapes;
         const std::int64_t now = lane.log.next();
         const std::int64_t begin = std::exchange(lane.begin, now);
+        const std::int64_t before = std::exchange(lane.previous, begin);
         ++counts_.steps;
         bool clean = shapes.complete() && shapes.clean;
         if (shapes.complete()) ++shapes.followed->cycles;
-        if (whole && begin >= lane.log.first() && !(clean && as_expected(lane, begin)))
-            clean = shapes.learn(live::step_of(lane.log, begin, now)) && clean;
-        if (marked_ || !watches(lane)) lane.log.forget_before(now);
+        if (whole && begin >= lane.log.first()) {
+            const bool repeats = before >= lane.log.first() && begin - before == now - begin;
+            live::Steps step = live::step_of(lane.log, begin, now, repeats);
+            if (!clean || !live::covers(shapes.followed->expected, step)) clean = shapes.learn(std::move(step)) && clean;
+        }
+        if (marked_ || !watches(lane)) lane.log.forget_before(begin);  // which says how long the next are carried
         shapes.follow(nullptr, 0);
         lane.crowded = false;
         install(lane);
@@ -227,18 +232,6 @@ class PlannedAllocator final : public CachingAllocator {
         lane.clean_steps = clean ? lane.clean_steps + 1 : 0;
         if (lane.clean_steps == 2 && !std::exchange(lane.trimmed, true)) CachingAllocator::release_cached();
         if (!clean) lane.trimmed = false;
-    }
-
-    bool as_expected(const Lane& lane, std::int64_t begin) const {
-        const live::Steps& expected = lane.shapes.followed->expected;
-        if (lane.log.next() - begin != static_cast<std::int64_t>(expected.size())) return false;
-        const std::int64_t now = lane.log.next();
-        for (std::size_t i = 0; i < expected.size(); ++i) {
-            if (expected[i].end == live::kCarried) continue;
-            const std::int64_t end = lane.log[begin + static_cast<std::int64_t>(i)].end;
-            if (end > now || end - begin > expected[i].end) return false;
-        }
-        return true;
     }
 
     // Whether a longer step may still be found.
@@ -264,7 +257,7 @@ class PlannedAllocator final : public CachingAllocator {
             const auto rank = [&](std::int64_t i) { return std::pair(lane.log[i].live, often[lane.log[i].nbytes]); };
             if (rank(at) < rank(cut)) cut = at;
         }
-        live::Steps step = live::step_of(lane.log, cut, cut + *period);
+        live::Steps step = live::step_of(lane.log, cut, cut + *period, false);
         for (const auto& shape : shapes.all)
             if (shape->expected.size() == step.size() &&
                 std::equal(step.begin(), step.end(), shape->expected.begin(), [](auto& a, auto& b) { return b.takes(a.nbytes); }))
@@ -273,6 +266,7 @@ class PlannedAllocator final : public CachingAllocator {
         // The current step has begun at the last cut.
         const std::int64_t done = (now - cut - 1) % *period + 1;
         lane.begin = now - done;
+        lane.previous = lane.begin - *period;
         shapes.follow(&shape, static_cast<std::size_t>(done));
     }
 
@@ -326,15 +320,16 @@ class PlannedAllocator final : public CachingAllocator {
         }
         if (!lane.leased) lease(lane);
         live::PlannedBlock& block = layout->blocks[number];
-        if (block.placed && size <= block.size && lane.guard.take(block.parts)) [[likely]] {
+        const auto take = [&] { return block.placed && size <= block.size && lane.guard.take(block.parts); };
+        if (take() || (!lane.holes.empty() && fill(lane, block) && take())) [[likely]] {
             block.live = true;
             ++layout->live;
             ++counts_.planned;
             return &block;
         }
-        const bool carried = lane.shapes.followed->expected[number].end == live::kCarried;
-        ++(carried ? counts_.carried : counts_.displaced);
-        return heap_block(lane, size, !carried);
+        const live::Steps& expected = lane.shapes.followed->expected;
+        ++(expected[number].placed() ? counts_.displaced : counts_.carried);
+        return heap_block(lane, size, !expected[number].carried(expected.size()));
     }
 
     // Put the plans that were solved into force; between two steps.
@@ -413,6 +408,12 @@ class PlannedAllocator final : public CachingAllocator {
     void lend(Lane& lane) {
         if (!lane.leased) return;
         lane.leased = false;
+        for (PoolBlock* hole : std::exchange(lane.holes, {})) {
+            hole->free = true;
+            join(hole, hole->prev);
+            join(hole, hole->next);
+            large_.unmapped.emplace(Key{hole->stream, hole->address}, hole);
+        }
         std::vector<live::PlannedBlock*> live;
         each_planned(lane, [&](live::PlannedBlock& block) {
             if (block.live) live.push_back(&block);
@@ -449,13 +450,19 @@ class PlannedAllocator final : public CachingAllocator {
         }
     }
 
-    // Take the region back from the heap, as far as there is memory, around the blocks of the heap that live there.
+    // Take the region back from the heap, around the blocks of the heap that live there; with memory for all of it, or
+    // where that would be more than ever lived, with what it has.
     void lease(Lane& lane) { lease(lane, lane.wanted); }
-    void lease(Lane& lane, Bytes wanted) {
+    void lease(Lane& lane, Bytes wanted, bool maps = true) {
         lend(lane);
         if (lane.fence == nullptr) return;
-        make_room(lane, wanted);
+        bool more = maps && make_room(lane, wanted);
         PoolBlock* piece = nullptr;
+        const auto leave = [&](PoolBlock* block) {
+            block->free = false;
+            lane.holes.push_back(block);
+            piece = nullptr;
+        };
         const auto take = [&](PoolBlock* block) {
             if (piece == nullptr) {
                 block->free = false;
@@ -480,57 +487,100 @@ class PlannedAllocator final : public CachingAllocator {
                 large_.free.erase(key(block));
                 take(block);
             } else {
-                const Bytes got = map_front(lane, block->address, block->size);
-                if (got == 0) break;
                 large_.unmapped.erase(Key{block->stream, block->address});
-                if (got < block->size) {
-                    PoolBlock* rest = blocks_.make(block->address + got, block->size - got, lane.stream);
-                    rest->base = lane.base;
-                    rest->born = birth();
-                    rest->mapped = false;
-                    rest->splice(block, block->next);
-                    large_.unmapped.emplace(Key{rest->stream, rest->address}, rest);
-                    block->size = got;
-                    following = rest;
+                more = more && map(block);
+                if (more) {
+                    take(block);
+                } else {
+                    leave(block);
                 }
-                block->mapped = true;
-                take(block);
             }
         }
-        // Planned blocks that live behind a part without memory stay with the heap.
         lane.bytes = block->address - lane.base;
-        if (block == lane.tail && lane.bytes < wanted) {
-            const Bytes more =
-                map_front(lane, lane.tail->address, std::min(wanted - lane.bytes, lane.tail->size - kPageBytes));
-            if (more > 0) {
-                PoolBlock* added = blocks_.make(lane.tail->address, more, lane.stream);
-                added->base = lane.base;
-                added->splice(lane.tail->prev, lane.tail);
-                lane.tail->address += more;
-                lane.tail->size -= more;
-                lane.bytes += more;
+        const Bytes behind = std::min(wanted - lane.bytes, lane.tail->size - kPageBytes);
+        if (behind > 0) {  // then it ends at the tail
+            PoolBlock* added = blocks_.cut(lane.tail, behind);
+            lane.bytes += behind;
+            if (more && map(added)) {
                 take(added);
+            } else {
+                leave(added);
             }
         }
         lane.leased = true;
         mark_used(lane);
     }
 
-    // Memory for a range from its front on: all of it, or as much as the device has. How much that is.
-    Bytes map_front(const Lane& lane, Address address, Bytes nbytes) {
-        Bytes done = 0;
-        for (Bytes part = nbytes; part > 0;) {
-            if (done + part <= nbytes && device_.map(address + done, part))
-                done += part;
-            else
-                part = part / 2 / kPageBytes * kPageBytes;
+    bool map(PoolBlock* block) {
+        if (!device_.map(block->address, block->size)) return false;
+        block->mapped = true;
+        log_exchange(SegmentAction::kMap, block->address, block->size, block->stream);
+        return true;
+    }
+
+    // Memory for the place of a planned block that nothing else is in the way of. Whether it has some now.
+    bool fill(Lane& lane, const live::PlannedBlock& planned) {
+        const Address from = planned.address - (planned.address - lane.base) % kPageBytes;
+        const Address to = lane.base + round_up(planned.address + planned.size - lane.base, kPageBytes);
+        Bytes without = 0;
+        for (const PoolBlock* hole : lane.holes)
+            without += std::max<Bytes>(0, std::min(to, hole->address + hole->size) - std::max(from, hole->address));
+        if (!planned.placed || without == 0) return false;
+        lend(lane);  // all that lives there has its place among the heap's blocks now
+        const auto next = [&](const auto& wanted) {
+            PoolBlock* block = lane.fence->next;
+            while (block != lane.tail && (block->address + block->size <= from || !wanted(*block))) block = block->next;
+            return block != lane.tail && block->address < to ? block : nullptr;
+        };
+        bool done = next([&](const PoolBlock& block) {
+            return !block.free && block.address < planned.address + planned.size && planned.address < block.address + block.size;
+        }) == nullptr;
+        std::vector<PoolBlock*> own;  // which is not given back
+        const auto keep = [&](PoolBlock* block) {
+            block->free = false;
+            own.push_back(block);
+        };
+        while (PoolBlock* block = done ? next([](const PoolBlock& b) { return b.free && b.mapped; }) : nullptr) {
+            large_.free.erase(key(block));
+            keep(block);
         }
-        if (done > 0) log_exchange(SegmentAction::kMap, address, done, lane.stream);
+        if (done && excess(without) > 0) give_back(excess(without));
+        while (PoolBlock* block = done ? next([](const PoolBlock& b) { return b.free && !b.mapped; }) : nullptr) {
+            done = map_within(block, from, to);
+            if (done) keep(block);
+        }
+        for (PoolBlock* block : own) {
+            block->free = true;
+            put(block);
+        }
+        lease(lane, lane.bytes, false);
         return done;
     }
 
-    // The heap's idle pages go where the region has no memory, rather than new ones.
-    void make_room(Lane& lane, Bytes wanted) {
+    // Memory for the part of a block without any that lies in a range, and becomes a block of its own.
+    bool map_within(PoolBlock*& block, Address from, Address to) {
+        const auto without = [&](PoolBlock* rest) { large_.unmapped.emplace(Key{rest->stream, rest->address}, rest); };
+        large_.unmapped.erase(Key{block->stream, block->address});
+        if (block->address < from) {
+            PoolBlock* before = blocks_.cut(block, from - block->address);
+            before->born = birth();
+            without(before);
+        }
+        if (block->address + block->size > to) {
+            PoolBlock* rest = std::exchange(block, blocks_.cut(block, to - block->address));
+            block->born = birth();
+            without(rest);
+        }
+        if (map(block)) return true;
+        give_back(block->size);
+        ++retries;
+        if (map(block)) return true;
+        without(block);
+        return false;
+    }
+
+    // The heap's idle pages go where the region has no memory, rather than new ones. Whether all of it may have some.
+    bool make_room(Lane& lane, Bytes wanted) {
         Bytes without = lane.tail->address < lane.base + wanted ? lane.base + wanted - lane.tail->address : 0;
         std::vector<PoolBlock*> own;
         for (PoolBlock* block = lane.fence->next; block != lane.tail && block->address < lane.base + wanted; block = block->next) {
@@ -540,10 +590,11 @@ class PlannedAllocator final : public CachingAllocator {
             else
                 own.push_back(block);
         }
-        if (without == 0 || excess(without) <= 0) return;
+        if (without == 0 || excess(without) <= 0) return true;
         for (PoolBlock* block : own) large_.free.erase(key(block));
         give_back(excess(without));
         for (PoolBlock* block : own) put(block);
+        return excess(without) <= 0;
     }
 
     // Set the guard, cut at the edges of all plans, by what lives.

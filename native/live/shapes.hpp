@@ -42,15 +42,22 @@ struct Shape {
     std::int64_t used = 0;
 };
 
-// The requests `[begin, end)` of the log as a step.
-inline Steps step_of(const Log& log, std::int64_t begin, std::int64_t end) {
+// The requests `[begin, end)` of the log as a step. Of what lives now, the step before says how long it is carried, if it
+// had as many requests (`repeats`).
+inline Steps step_of(const Log& log, std::int64_t begin, std::int64_t end, bool repeats) {
     Steps step;
     step.reserve(static_cast<std::size_t>(end - begin));
-    for (std::int64_t at = begin; at < end; ++at) {
-        const Request& request = log[at];
-        step.push_back({request.nbytes, request.nbytes,
-                        request.end > end ? kCarried : static_cast<std::int32_t>(request.end - begin)});
-    }
+    const auto until = [&](std::int64_t at) {
+        std::int64_t freed = log[at].end;
+        if (freed == kAlive && repeats) {
+            const Request& before = log[at - (end - begin)];
+            if (before.end <= begin) return kUnknown;
+            freed = before.end == kAlive ? kAlive : before.end + (end - begin);
+        }
+        if (freed == kAlive) return repeats ? kLonger : kUnknown;
+        return freed > at + (end - begin) ? kLonger : static_cast<std::int32_t>(freed - begin);
+    };
+    for (std::int64_t at = begin; at < end; ++at) step.push_back({log[at].nbytes, log[at].nbytes, until(at)});
     return step;
 }
 
@@ -64,6 +71,12 @@ inline std::optional<Steps> joined(const Steps& one, const Steps& other) {
         found[i].end = std::max(one[i].end, other[i].end);
     }
     return found;
+}
+
+// Whether `step` does nothing that was not expected.
+inline bool covers(const Steps& expected, const Steps& step) {
+    return std::equal(step.begin(), step.end(), expected.begin(), expected.end(),
+                      [](const Expected& s, const Expected& e) { return e.takes(s.nbytes) && s.end <= e.end; });
 }
 
 class Shapes {

@@ -24,11 +24,13 @@
 
 namespace overspill::live {
 
-constexpr std::int32_t kCarried = std::numeric_limits<std::int32_t>::max();
+constexpr std::int32_t kUnknown = -1;  // how long a request lives on into the next step
+constexpr std::int32_t kLonger = std::numeric_limits<std::int32_t>::max();  // until its like in the next step, or on
 constexpr Bytes kUnplaced = -1;
 
 // What is expected of the λ-th request of a step: the least and the most bytes, and before which request it is freed.
-// One that lives on into the next step is carried, and not placed.
+// Numbers go on into the next step, which repeats this one: a request that is carried into it has an end beyond the
+// step's, and one address in all steps. What is unknown or longer is not placed.
 struct Expected {
     Bytes least;
     Bytes nbytes;
@@ -36,17 +38,21 @@ struct Expected {
 
     bool varies() const { return least != nbytes; }
     bool takes(Bytes size) const { return size == nbytes || (varies() && size <= nbytes); }
+    bool placed() const { return end != kUnknown && end != kLonger; }
+    bool carried(std::size_t requests) const { return !placed() || static_cast<std::size_t>(end) > requests; }
 };
 
 using Steps = std::vector<Expected>;
 
-// The most bytes of placed requests that live at once.
+// The most bytes of placed requests that live at once, in a step between its likes.
 inline Bytes load_of(const Steps& expected) {
     std::vector<Bytes> change(expected.size() + 1, 0);
     for (std::size_t i = 0; i < expected.size(); ++i) {
-        if (expected[i].end == kCarried) continue;
+        if (!expected[i].placed()) continue;
+        const bool carried = expected[i].carried(expected.size());
+        change[0] += carried ? expected[i].nbytes : 0;
         change[i] += expected[i].nbytes;
-        change[static_cast<std::size_t>(expected[i].end)] -= expected[i].nbytes;
+        change[static_cast<std::size_t>(expected[i].end) - (carried ? expected.size() : 0)] -= expected[i].nbytes;
     }
     Bytes live = 0, most = 0;
     for (const Bytes by : change) most = std::max(most, live += by);
@@ -54,7 +60,7 @@ inline Bytes load_of(const Steps& expected) {
 }
 
 struct Solution {
-    std::vector<Bytes> offsets;  // one a request, kUnplaced for carried ones
+    std::vector<Bytes> offsets;  // one a request
     Bytes peak = 0;
     Bytes load = 0;
 };
@@ -62,12 +68,18 @@ struct Solution {
 // As the portfolio (placement/packing/solvers/portfolio.py): skylines guarded by the load, by its keys, some restarts with
 // weights on the best of them, and the exact search where that is not enough. It ends after so much work, whatever the
 // machine.
+//
+// What is carried into the next step lies at the bottom, what is away for longest on top: weights that leave after their
+// forward and come back for their backward then make a pyramid. The rest is packed above what of it is there.
 class StepSolver {
   public:
     // Where it is thorough, hard steps take seconds, otherwise tenths of one.
     StepSolver(const Steps& expected, bool thorough) : expected_(expected), thorough_(thorough) {
         for (std::size_t i = 0; i < expected.size(); ++i) {
-            if (expected[i].end == kCarried) continue;
+            if (expected[i].carried(expected.size())) {
+                if (expected[i].placed()) carried_.push_back(i);
+                continue;
+            }
             placed_.push_back(i);
             start_.push_back(static_cast<packing::Section>(i));
             end_.push_back(expected[i].end);
@@ -80,8 +92,14 @@ class StepSolver {
         Solution best;
         best.offsets.assign(expected_.size(), kUnplaced);
         best.load = load_of(expected_);
+        Bytes lowest = 0;
+        for (const auto& [number, offset] : stacked_) {
+            best.offsets[number] = offset;
+            lowest = std::max(lowest, offset + expected_[number].nbytes);
+        }
+        best.peak = lowest;
         if (placed_.empty()) return best;
-        packing::SkylinePacker packer(start_, end_, nbytes_, std::vector<Bytes>(placed_.size(), 1));
+        packing::SkylinePacker packer(start_, end_, nbytes_, std::vector<Bytes>(placed_.size(), 1), ground_);
         std::vector<double> key, tried;
         std::vector<Bytes> offsets;
         best.peak = packing::SkylinePacker::kUnlimited;
@@ -89,7 +107,7 @@ class StepSolver {
             const auto found = packer.pack(by, best.load, best.peak - 1);
             if (!found) return false;
             offsets = *found;
-            best.peak = 0;
+            best.peak = lowest;
             for (std::size_t i = 0; i < offsets.size(); ++i) best.peak = std::max(best.peak, offsets[i] + nbytes_[i]);
             return true;
         };
@@ -109,7 +127,7 @@ class StepSolver {
             change(tried, offsets, best.load, random, normal);
             if (offer(tried)) key = tried;
         }
-        if (best.peak > enough && thorough_ && count <= kMostSearched) search(best, offsets, enough, random);
+        if (best.peak > enough && thorough_ && count <= kMostSearched && carried_.empty()) search(best, offsets, enough, random);
         for (std::size_t i = 0; i < count; ++i) best.offsets[placed_[i]] = offsets[i];
         return best;
     }
@@ -245,6 +263,7 @@ class StepSolver {
         const std::size_t sections = expected_.size();
         std::vector<char> starts(sections + 1, 0), ends(sections + 1, 0);
         for (std::size_t i = 0; i < placed_.size(); ++i) starts[start_[i]] = ends[end_[i] - 1] = 1;
+        for (const std::size_t i : carried_) starts[0] = starts[i] = ends[expected_[i].end - sections - 1] = ends[sections - 1] = 1;
         std::vector<packing::Section> number(sections + 1, 0);
         bool started = false;
         packing::Section count = 0;
@@ -259,6 +278,23 @@ class StepSolver {
         for (std::size_t i = 0; i < placed_.size(); ++i) {
             start_[i] = number[start_[i]];
             end_[i] = number[end_[i]];
+        }
+        stack(number);
+    }
+
+    // Place what is carried: one after the other in its order, each on the highest that lives with it.
+    void stack(const std::vector<packing::Section>& number) {
+        const auto size = static_cast<std::int64_t>(expected_.size());
+        const auto away = [&](std::size_t i) { return static_cast<std::int64_t>(i) + size - expected_[i].end; };
+        std::stable_sort(carried_.begin(), carried_.end(), [&](std::size_t a, std::size_t b) { return away(a) < away(b); });
+        ground_.assign(static_cast<std::size_t>(number.back()), 0);
+        for (const std::size_t i : carried_) {
+            const auto until = ground_.begin() + number[static_cast<std::size_t>(expected_[i].end - size)];
+            const auto since = ground_.begin() + number[i];
+            const Bytes offset = std::max(*std::max_element(ground_.begin(), until), *std::max_element(since, ground_.end()));
+            std::fill(ground_.begin(), until, offset + expected_[i].nbytes);
+            std::fill(since, ground_.end(), offset + expected_[i].nbytes);
+            stacked_.emplace_back(i, offset);
         }
     }
 
@@ -303,7 +339,9 @@ class StepSolver {
 
     const Steps& expected_;
     bool thorough_;
-    std::vector<std::size_t> placed_;  // the numbers of the blocks' requests
+    std::vector<std::size_t> placed_, carried_;  // the numbers of the blocks' requests
+    std::vector<std::pair<std::size_t, Bytes>> stacked_;  // addresses of what is carried
+    std::vector<Bytes> ground_;                           // how high it is
     std::vector<packing::Section> start_, end_;
     std::vector<Bytes> nbytes_;
 };

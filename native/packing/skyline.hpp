@@ -30,17 +30,20 @@ class SkylinePacker {
     static constexpr int kCandidates = 32;  // that the guard looks at for one place
     static constexpr Bytes kUnlimited = std::numeric_limits<Bytes>::max();
 
+    // All lies above `ground`, a height for each section; empty: on 0.
     SkylinePacker(std::vector<Section> start, std::vector<Section> end, std::vector<Bytes> nbytes,
-                  std::vector<Bytes> alignment)
+                  std::vector<Bytes> alignment, std::vector<Bytes> ground = {})
         : start_(std::move(start)),
           end_(std::move(end)),
           nbytes_(std::move(nbytes)),
           alignment_(std::move(alignment)),
+          ground_(std::move(ground)),
           tree_(start_, end_),
           order_(start_.size()),
           rank_(start_.size()) {
         const Section sections = end_.empty() ? 0 : *std::max_element(end_.begin(), end_.end());
         load_.assign(static_cast<std::size_t>(sections) + 1, 0);
+        ground_.resize(static_cast<std::size_t>(sections), 0);
         for (std::size_t i = 0; i < start_.size(); ++i) {
             load_[start_[i]] += nbytes_[i];
             load_[end_[i]] -= nbytes_[i];
@@ -90,15 +93,22 @@ class SkylinePacker {
         guarded_ = capacity.has_value();
         needed_ = 0;
         if (guarded_) {
-            capacity_ = std::max(*capacity, *std::max_element(load_.begin(), load_.end()));
+            capacity_ = *capacity;
+            for (std::size_t t = 0; t < load_.size(); ++t) capacity_ = std::max(capacity_, ground_[t] + load_[t]);
             remaining_.fill(load_);
-            heights_.fill(std::vector<Bytes>(load_.size(), 0));
+            heights_.fill(ground_);
         }
         std::fill(height_.begin(), height_.end(), -1);
         lines_ = {};
         next_[0] = static_cast<Section>(load_.size());
         previous_[0] = kNoLine;
-        raise(0, 0);
+        raise(0, ground_[0]);
+        Section line = 0;
+        for (Section t = 1; static_cast<std::size_t>(t) < load_.size(); ++t) {
+            if (ground_[t] == ground_[line]) continue;
+            insert_after(line, t);
+            raise(line = t, ground_[t]);
+        }
     }
 
     void raise(Section line, Bytes height) {
@@ -246,6 +256,7 @@ class SkylinePacker {
     std::vector<Section> end_;
     std::vector<Bytes> nbytes_;
     std::vector<Bytes> alignment_;
+    std::vector<Bytes> ground_;
     std::vector<Bytes> load_;
     BlockTree tree_;
     std::vector<Index> order_;

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.placement.allocators.test_planned import Row, a_step
+from tests.placement.allocators.test_planned import Row, a_step, carrying, of_turn
 
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.runtime import allocator as live
@@ -131,17 +131,17 @@ def test_every_block_keeps_its_bytes_whatever_the_job_does(name: str, seed: int,
     allocator().library.overspill_empty_cache()
     before = gpu.figures
     gpu.limit(48 * MIB if tight else 100 << 30)
-    step = a_step(r, r.choice([5, 30]), streams=r.choice([1, 2]), large=22)
+    step = carrying(r, a_step(r, r.choice([5, 30]), streams=r.choice([1, 2]), large=22), r.choice([0, 0.3]))
     for turn in range(8):
         rows = step if turn < 4 or r.random() < 0.5 else a_step(r, 20, streams=2, large=23)
         stand_in().stand_in_hold_events(int(r.random() < 0.3))
         for allocates, block, nbytes, stream in rows:
             if allocates:
                 gpu.take((turn, block), nbytes, stream)  # where it is tight, some fail
-            elif (turn, block) in gpu.live and r.random() < 0.97:
+            elif (key := of_turn(turn, block)) in gpu.live and r.random() < 0.97:
                 if r.random() < 0.1:
-                    gpu.uses((turn, block), 1 - stream)
-                gpu.give((turn, block))
+                    gpu.uses(key, 1 - stream)
+                gpu.give(key)
             if r.random() < 0.01:
                 allocator().library.overspill_empty_cache()
         stand_in().stand_in_hold_events(0)
