@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import cache, cached_property
@@ -235,7 +236,8 @@ class _Search:
             near = [low, *(live for live in islice(upwards_from(low), more) if live <= self._bytes)]
             made = self._at_all(near if self.account.is_steady else self._fast_enough(near, most_seconds))
             if self.account.is_steady and (excess := made[0].taken_bytes - self._bytes) > 0 and low > excess:
-                self._at(low - excess, self._full)
+                with suppress(InfeasibleBudgetError):  # the plan of little effort fits
+                    self._at(low - excess, self._full)
         # In the order of live bytes, because threads add them in any.
         fitting = [
             plan for _, plan in sorted(self._tried.items(), key=itemgetter(0)) if plan.taken_bytes <= self._bytes
