@@ -281,8 +281,7 @@ class TransferEngine:
         for of in written:
             if isinstance(of.slot, HeldSlot) and not of.slot.tensor.untyped_storage().resizable():
                 self._leave_file(of, of.slot)
-        for of in used if self.store.stays else ():
-            self._show(of)
+        tensors = [self._show(of) for of in used] if self.store.stays else []
         after = self._outward.mark(), self._inward.mark()
 
         def ready() -> ExitStack:
@@ -292,10 +291,11 @@ class TransferEngine:
 
         def update(_in_use: Sequence[Tensor] = (*given, *writes)) -> None:
             with self._checked(used, written):
-                run(*(of.on_host for of in used))
+                run(*(tensors or [of.on_host for of in used]))
 
         noted = None if self.recorder is None else self.recorder.updating()
-        self.updates.submit(what, update, ready, partial(self._begun, written), noted)
+        begun, over = partial(self._begun, written), partial(self.store.expect, -1)
+        self.updates.submit(what, update, ready, begun, over, noted)
 
     def _begun(self, written: Sequence[_Stored], update: HostUpdate) -> None:
         """Note which update writes what; copies that came back from there before it are to come again."""
@@ -306,7 +306,6 @@ class TransferEngine:
         for of in written:
             of.updating = update
         self.store.expect(1)
-        update.then(partial(self.store.expect, -1))
 
     def _lent(self, used: Sequence[_Stored], written: Sequence[_Stored]) -> ExitStack:
         """Return what holds the memory of `used` where the store lends it for the time of an update."""

@@ -40,18 +40,21 @@ class HostUpdate:
         run: Callable[[], None],
         ready: Callable[[], ExitStack],
         begun: Callable[[HostUpdate], None],
+        over: Callable[[], None],
         lane: HostLane,
         noted: Noted | None,
     ) -> None:
         """Create the update `what` by `run()`, in the context of `lane`.
 
-        `ready()` waits for what it reads, and gives it back at the end. `begun` gets the update whenever it is started.
+        `ready()` waits for what it reads, and gives it back at the end. `begun` gets the update whenever it is started,
+        and `over()` is called whenever it ends.
         """
         self.what = what
         self.is_done = self.has_begun = False
         self._run: Callable[[], None] | None = run
         self._ready: Callable[[], ExitStack] | None = ready
         self._begun: Callable[[HostUpdate], None] | None = begun
+        self._over = over
         self._failure = lane.failure
         self._noted = noted
         self._context: Context | None = lane.context
@@ -63,9 +66,9 @@ class HostUpdate:
     def begin(self, thread: ThreadLane) -> None:
         """Have `thread` carry it out, for the first time or again. Raises StoreError once that is closed."""
         assert self._begun is not None
+        self._begun(self)  # while nothing waits for it: what is awaited there may be behind it
         self._pending.acquire()
         self.is_done = self.has_begun = False
-        self._begun(self)
         thread.carry_out(self)
 
     def carry_out(self, _copy: Any = None) -> None:
@@ -110,6 +113,7 @@ class HostUpdate:
     def _finish(self, *, again: bool = False) -> None:
         if not again:
             self.forget()  # before it is done: what they hold is free then
+        self._over()
         with self._changes:
             self.is_done = True
         for call in self._then:
@@ -164,6 +168,7 @@ class HostLane:
         run: Callable[[], None],
         ready: Callable[[], ExitStack],
         begun: Callable[[HostUpdate], None],
+        over: Callable[[], None],
         noted: Noted | None = None,
     ) -> None:
         """Start the update `what` behind all others. Raises the error of one that failed, and StoreError."""
@@ -171,7 +176,7 @@ class HostLane:
         self.check()
         if self._thread is None:
             self._thread = ThreadLane("update", _no_copy)
-        self._last = HostUpdate(what, run, ready, begun, self, noted)
+        self._last = HostUpdate(what, run, ready, begun, over, self, noted)
         self._last.begin(self._thread)
 
     def restart(self) -> None:
