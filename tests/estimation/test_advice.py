@@ -209,6 +209,17 @@ def test_a_plan_is_compared_with_a_step_that_updates_as_it_does() -> None:
     assert ours.slowdown < NEAR  # type: ignore[operator]
 
 
+@pytest.mark.long
+def test_updates_on_the_host_are_tried_where_the_step_costs_time() -> None:
+    device = replace(gpu(2600), host_update_bytes_per_second=100e9)
+    made = estimate(tower, torch.empty(FEW, WIDE, device="meta"), mean, "adamw", device=device)
+    *_, whole, on_host = (one for one in advise(made) if "overspill." in one.what)
+    assert "update=" not in whole.what
+    assert on_host.slowdown * GAIN < whole.slowdown  # type: ignore[operator]
+    named = sized(on_host, device.memory_bytes).python
+    assert f'update="auto", budget="{on_host.budget_bytes >> 20}MiB"' in named  # type: ignore[operator]
+
+
 def test_changes_carry_the_arguments_of_trainer() -> None:
     _, all_of_it = found(6000)
     assert told(all_of_it, "checkpointing").trainer == "gradient_checkpointing=True"

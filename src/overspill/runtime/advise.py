@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from overspill.core import Device
+from overspill.core import Device, Verb
 from overspill.core.budget import Budget
 from overspill.core.errors import InfeasibleBudgetError, OverspillError
 from overspill.costs import op_seconds
@@ -17,6 +17,7 @@ from overspill.job import Job
 from overspill.placement.allocators.planned import CALLED, LIVE
 from overspill.plans.fit import GAIN, NEAR
 from overspill.plans.plan import Plan
+from overspill.policies.auto import Auto
 from overspill.policies.in_core import Liveness
 from overspill.simulate import simulate
 
@@ -25,6 +26,9 @@ from .preview import JobStep, preview, step_of
 from .transfer.stores import store_bytes
 
 _TRAIN_STEP = "overspill.train_step(model, loss_fn, optimizer, budget=…)"
+_ON_HOST = 'overspill.train_step(model, loss_fn, optimizer, update="auto", budget=…)'
+_WORTH_UPDATES = 1.1
+"""The slowdown from which updates on the host are tried too; they take as long to plan as all before."""
 _SHARDED = f"{_TRAIN_STEP} of the model in fully_shard"
 OTHERS = 0.02
 """The share of a GPU's memory that a budget leaves to other programs, as a display, and to the loop's own tensors."""
@@ -99,17 +103,22 @@ def _can_plan(job: Job) -> bool:
 def _planned(job: Job, estimate: Estimate, vain: Vain) -> list[Advice]:
     """Return the plans of the job within the device, or the memory that the smallest plan needs.
 
-    Activations are moved first. If that is not enough or takes time, so are parameters and their update. For a sharded
-    job it is the plan of one rank.
+    Activations are moved first. If that is not enough or takes time, so are parameters and their update, which may then
+    be on the host. For a sharded job it is the plan of one rank.
     """
     device = estimate.device
     least: Advice | None = None
     fitting: list[Plan] = []
     found: list[Advice] = []
     ways = ((False, COMPILED), (True, _TRAIN_STEP)) if job.parallel is None else ((True, _SHARDED),)
+    if job.parallel is None and device.host_update_bytes_per_second:
+        ways = (*ways, (True, _ON_HOST))
     for whole_step, what in ways:
+        policy = "auto:update=auto" if what == _ON_HOST else Auto.name
+        if what == _ON_HOST and fitting and fitting[-1].slowdown < _WORTH_UPDATES:
+            break
         try:
-            options = Options(Budget(nbytes=_budget_bytes(estimate)), device=device, whole_step=whole_step)
+            options = Options(Budget(nbytes=_budget_bytes(estimate)), policy, device=device, whole_step=whole_step)
             plan = preview(job, options, estimate.software, estimate)
         except InfeasibleBudgetError as error:
             needed = error.floor_bytes
@@ -119,9 +128,9 @@ def _planned(job: Job, estimate: Estimate, vain: Vain) -> list[Advice]:
             continue
         except OverspillError:  # a model that is no one graph
             break
-        if fitting and plan.step_seconds * GAIN > fitting[0].step_seconds:
-            vain(what, "no faster than compile")
-            break
+        if fitting and plan.step_seconds * GAIN > fitting[-1].step_seconds:
+            vain(what, "no faster than with updates on the GPU" if what == _ON_HOST else "no faster than compile")
+            continue
         fitting.append(plan)
         found.append(_as_advice(plan, what))
         if plan.slowdown <= NEAR:
@@ -137,7 +146,8 @@ def _budget_bytes(estimate: Estimate) -> int:
 
 
 def _as_advice(plan: Plan, what: str) -> Advice:
-    cost = f"{plan.slowdown:.2f} times the unmanaged step, simulated; the same numbers"
+    numbers = "the numbers of updates on the host" if plan.schedule.counts[Verb.RUN_ON_HOST] else "the same numbers"
+    cost = f"{plan.slowdown:.2f} times the unmanaged step, simulated; {numbers}"
     needed = plan.device_bytes
     return replace(
         _ours(what, cost, needed, plan.asked_bytes, fits=True, on_host=plan.model_on_host, live=plan.pool == LIVE),
@@ -158,7 +168,7 @@ def _ours(
     """Return advice to call Overspill: `what`, with the model `on_host` before, in the `live` allocator."""
     called = what.replace("budget=…)", 'budget=…, device="cuda")') if on_host else what
     title = f"{called}, the model on the CPU" if on_host else called
-    python = f"model = {called}" if what == COMPILED else f"step = {called}" if what == _TRAIN_STEP else ""
+    python = f"model = {called}" if what == COMPILED else f"step = {called}" if what in (_TRAIN_STEP, _ON_HOST) else ""
     return Advice(
         f"{title} in {CALLED}" if live else title, cost, Price.TIME, needed, needed, fits=fits,
         budget_bytes=budget_bytes, trainer=CALLBACK if what == COMPILED and not on_host else "", python=python,
