@@ -139,9 +139,9 @@ def _planned(job: Job, estimate: Estimate, vain: Vain) -> list[Advice]:
 
 
 def _budget_bytes(estimate: Estimate) -> int:
-    """Return the budget to name: the device's memory, without what is uncertain of the job and what others take."""
-    memory, total = estimate.device.memory_bytes, estimate.total
-    spare = max(total.high - total.central, int(OTHERS * memory))
+    """Return the budget to name: the device's memory, without what the context may take more and what others take."""
+    memory, outside = estimate.device.memory_bytes, estimate.context + estimate.communication
+    spare = max(outside.high - outside.central, int(OTHERS * memory))
     return max(memory - spare, memory // 2) >> 20 << 20
 
 
