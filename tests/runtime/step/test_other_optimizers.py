@@ -33,6 +33,11 @@ SHORT = {
 """One habit of each kind: where the state is, and what an update reads."""
 BY_COMPILE = {"zeroes all momenta every fourth step", "counts steps of each parameter before it looks for a gradient"}
 CASES = [(what, way) for way in optimizers.WAYS for what in HABITS]
+OF_LIBRARIES = [
+    (library, way) for library in optimizers.SOURCES if library != "habits" for way in optimizers.WAYS
+    if (library, way) != ("pytorch_optimizer", "compile")
+]  # fmt: skip
+"""Without a hundred that would take hours: `python bench/optimizers.py --way compile`."""
 
 
 @pytest.mark.parametrize(
@@ -46,8 +51,7 @@ def test_whatever_users_write_trains_with_the_plain_loop_s_numbers_within_the_bu
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", optimizers.WAYS)
-@pytest.mark.parametrize("library", [name for name in optimizers.SOURCES if name != "habits"])
+@pytest.mark.parametrize(("library", "way"), OF_LIBRARIES)
 def test_every_optimizer_of_a_library_has_the_plain_loop_s_numbers_or_is_refused(library: str, way: str) -> None:
     try:
         rows = [*optimizers.rows_of([library], way=way)]
