@@ -54,13 +54,13 @@ install() {
   if ! loads "$target"; then
     echo "gpu_install: building Overspill from the repository" >&2
     PYTHONPATH=$target PATH=$target/bin:$PATH pip_into "$target" --no-build-isolation . ./packages/overspill-papers
-    loads "$target" || { echo "gpu_install: Overspill does not load; python3 -c 'import overspill.runtime.live._live' says why" >&2; exit 3; }
+    loads "$target" || { echo "gpu_install: Overspill does not load; python3 -c 'import overspill.runtime.transfer._copies' says why" >&2; exit 3; }
   fi
   echo "export PYTHONPATH=$target"
 }
 
 has() { python3 -c "import importlib.metadata as m; m.version('$1')" 2>/dev/null; }
-loads() { PYTHONPATH=$1 python3 -c "import highspy, msgspec, overspill.api, overspill.runtime.live._live" 2>/dev/null; }
+loads() { PYTHONPATH=$1 python3 -c "import highspy, msgspec, overspill.api, overspill.runtime.transfer._copies" 2>/dev/null; }
 pip_into() {
   local target=$1; shift
   python3 -m pip install -q --disable-pip-version-check --no-index --no-deps --no-compile --upgrade --target "$target" "$@" >&2

@@ -181,7 +181,7 @@ def _arm(job: str, name: str) -> Experiment:
     if at is not None:
         needs = (f"6-{job}-{at}",)
         asked["at"] = needs[0]
-    in_small = on_cpu and (job == "gpt2" or name == "step-60%")
+    in_small = on_cpu and job not in LARGE and (job == "gpt2" or name == "step-60%")
     return Experiment(
         f"6-{job}-{name}", SPEED, "gpu.topics.steps:step_time", asked, seconds=seconds, needs=needs, on_cpu=in_small
     )

@@ -16,7 +16,7 @@ NATIVE = (
     "overspill.placement.allocators._native",
     "overspill.placement.packing._packing",
     "overspill.policies.auto._search",
-    "overspill.runtime.live._live",
+    "overspill.runtime.transfer._copies",
 )
 
 

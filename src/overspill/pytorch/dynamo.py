@@ -64,14 +64,14 @@ same_object = torch._dynamo.guards.GuardBuilder.ID_MATCH
 """A guard's kind: that an object is the very one that was compiled for."""
 
 
-def forget_numpy_inputs(entries: Iterable[Any]) -> None:
-    """Let Dynamo make guards on NumPy arrays a second time, as it does behind a filter.
+def forget_guarded_objects(entries: Iterable[Any]) -> None:
+    """Let Dynamo make guards a second time, as it does behind a filter.
 
-    It makes a tensor of an array whenever it reads one, and would compare that with the first one's by `==`.
+    It compares the guarded objects of both times by `==`. A NumPy array is made a tensor whenever it is read, and `x.H` is
+    a new tensor each time.
     """
     for entry in entries:
-        if entry.name.startswith("___from_numpy("):
-            entry.orig_guard.obj_weakref = None
+        entry.orig_guard.obj_weakref = None
 
 
 is_from_global_source = torch._dynamo.source.is_from_global_source

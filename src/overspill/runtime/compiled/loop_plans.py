@@ -23,7 +23,7 @@ from overspill.core import TensorKind
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.core.units import format_apart, format_bytes
 from overspill.pytorch.dispatch import disable_current_modes, no_python_dispatcher
-from overspill.pytorch.dynamo import forget_numpy_inputs, same_object
+from overspill.pytorch.dynamo import forget_guarded_objects, same_object
 from overspill.pytorch.fake_tensors import FakeTensorMode
 from overspill.runtime.options import PLANNED, Options
 from overspill.runtime.step.away import GUARDS
@@ -398,7 +398,7 @@ def guards_without(loop: LoopPlans) -> Callable[[Sequence[Any]], list[bool]]:
     known = weakref.ref(loop)
 
     def wanted(entries: Sequence[Any]) -> list[bool]:
-        forget_numpy_inputs(entries)
+        forget_guarded_objects(entries)
         state = None if (alive := known()) is None else alive.state
         own = set[int]() if state is None or not state.in_force else {*state.names, *state.wrapper_guards}
 

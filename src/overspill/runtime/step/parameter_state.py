@@ -154,7 +154,10 @@ class Loan:
             self.data.copy_(parameter.data)
         if self._resident is not None:
             self._resident.take()
-        owned.content = owned.updates.optimizer.state.pop(parameter, {})
+        content = owned.updates.optimizer.state.pop(parameter, None)
+        owned.content = {} if content is None else content
+        if content is not None and not content:  # an optimizer that only looks for state leaves an empty one
+            owned.updates.hidden[parameter] = content
         self._take_state(tensors_in(owned.content))
 
     def _take_state(self, found: dict[str, Tensor]) -> None:
