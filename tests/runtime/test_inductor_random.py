@@ -105,8 +105,8 @@ def test_gradients_are_the_loss_s_slope_at_the_masks_that_were_drawn(
 ) -> None:
     """Also where the partition that saves least is taken."""
 
-    def of_the_last(self: Partitioned[object], plan: Callable[[object, float], Plan]) -> Plan:
-        return plan(list(islice(self, last))[-1], math.inf)
+    def of_the_last(self: Partitioned[object], search_in: Callable[[object], Fit]) -> Plan:
+        return search_in(list(islice(self, last))[-1]).plan()
 
     monkeypatch.setattr(Partitioned, "best_plan", of_the_last)
     model, x = made(Dropouts)

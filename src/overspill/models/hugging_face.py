@@ -123,8 +123,9 @@ def _kind(name: str, config: Any, transformers: Any) -> _Kind:
         for kind in known:
             if architecture.endswith(kind.endings):
                 return kind
-    if known:
-        return known[0]
+    if known:  # of a model that reads images too, transformers says that it is one of text as well
+        made = {kind: getattr(transformers, kind.mapping)[type(config)] for kind in known}
+        return next((kind for kind in known if kind is IMAGES_AND_TEXT and made[kind] is made[known[0]]), known[0])
     raise RequestError(
         f"{name}: of {config.model_type} transformers makes no model of text, of images, of both, or from sound to "
         "text; name a function of yours that makes the model: package.module:callable"
