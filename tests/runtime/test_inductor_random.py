@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import overspill
 from overspill.core.errors import UnsupportedError
+from overspill.plans.fit import Fit
 from overspill.plans.plan import Plan
 from overspill.runtime.compiled.partitions import Partitioned
 

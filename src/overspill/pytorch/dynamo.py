@@ -67,8 +67,8 @@ same_object = torch._dynamo.guards.GuardBuilder.ID_MATCH
 def forget_guarded_objects(entries: Iterable[Any]) -> None:
     """Let Dynamo make guards a second time, as it does behind a filter.
 
-    It compares the guarded objects of both times by `==`. A NumPy array is made a tensor whenever it is read, and `x.H` is
-    a new tensor each time.
+    It compares the guarded objects of both times by `==`. A NumPy array is made a tensor whenever it is read, and `x.H`
+    is a new tensor each time.
     """
     for entry in entries:
         entry.orig_guard.obj_weakref = None
