@@ -326,7 +326,7 @@ class _Compiler:
             assert self._forward is not None
             if (context := TracingContext.try_get()) is not None and context.fw_metadata is not None:
                 context.fw_metadata.bw_donated_idxs = []  # None would be taken for some, and retain_graph=True refused
-                # Of what the partition saved, which is not what the plan saves: since 2.13 dynamic sizes, by 2.14 inputs.
+                # Of what the partition saved, which is not what the plan saves: dynamic sizes, and by 2.14 inputs.
                 context.fw_metadata.dynamic_saved_tensors_idxs = {}
                 context.fw_metadata.saved_tensor_is_graph_input = defaultdict(bool)
             self._follow(self._forward, program)
