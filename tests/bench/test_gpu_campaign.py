@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import overspill
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "bench"
@@ -264,6 +267,13 @@ def test_a_wrong_request_is_one_line(words: tuple[str, ...], told: str, tmp_path
     said = command(*words, cwd=tmp_path)
     assert said.returncode == 2
     assert told in said.stderr.splitlines()[-1]
+
+
+def test_the_native_modules_that_it_looks_for_are_there(gpu: ModuleType) -> None:
+    named = re.findall(r"overspill\.[a-z.]+\._\w+", (BENCH / "gpu_install.sh").read_text())
+    install = importlib.import_module("gpu.topics.install")
+    assert {*named} <= {*install.NATIVE}
+    assert install.imports(gpu.experiment.Setting("cpu"))["version"] == overspill.__version__
 
 
 @pytest.mark.long

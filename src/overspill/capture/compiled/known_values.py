@@ -132,11 +132,11 @@ class KnownValues(FakeTensorMode):
         Raises ChangesExternalTensor, and UnsupportedError for sparse tensors and unknown values.
         """
         given = kwargs or {}
+        if any(isinstance(tensor, Tensor) and is_sparse(tensor) for tensor in tree_leaves((args, given))):
+            raise sparse(f"the step has a sparse tensor{where(stack_within(sys._getframe()))}")
         written = tree_leaves(written_arguments(func, args, given))
         if any(self._graph.is_external(tensor) for tensor in written if isinstance(tensor, Tensor)):
             raise ChangesExternalTensor(where(stack_within(sys._getframe())))
-        if any(isinstance(tensor, Tensor) and is_sparse(tensor) for tensor in tree_leaves((args, given))):
-            raise sparse(f"the step has a sparse tensor{where(stack_within(sys._getframe()))}")
         self._depth += 1
         try:
             made = super().dispatch(func, types, args, given)
