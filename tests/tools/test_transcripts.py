@@ -29,6 +29,10 @@ blocks.csv: 2 blocks, portfolio
   searched             3.21 s
 
 The bound is proven: no layout of these blocks has a smaller peak.
+
+What to do next
+  # The blocks with their addresses:
+  overspill pack blocks.csv --out placed.csv
 $ overspill pack blocks.csv \\
   --capacity 6KiB
 …
