@@ -117,7 +117,7 @@ def test_the_partition_that_the_user_has_set_is_taken() -> None:
 def test_the_arena_keeps_the_budget(model: str) -> None:
     job, placed = training(model), partial(Kernels, placement="planned")
     with pytest.raises(InfeasibleBudgetError) as error:
-        train(job, placed(1))
+        train(job, placed("1B"))
     for budget in (error.value.floor_bytes, int(1.1 * error.value.floor_bytes)):
         run = train(job, placed(budget))
         assert run.identical_to(stock(model, "momentum", False))

@@ -38,6 +38,21 @@ def is_initialised(optimizer: Any) -> bool:
     return hasattr(optimizer, "_optimizer_state_dict_pre_hooks")
 
 
+def initialise(optimizer: Optimizer) -> None:
+    """Give an optimizer the attributes that `Optimizer.__init__` gives, and no other object of its class anything.
+
+    PyTorch would have the class's `step` call hooks from then on, which other objects may not have.
+    """
+    kind = type(optimizer)
+    step = vars(kind).get("step")
+    hooked = getattr(kind.step, "hooked", False)
+    Optimizer.__setstate__(optimizer, {})
+    if not hooked and step is not None:
+        kind.step = step  # type: ignore[method-assign]
+    elif not hooked:
+        del kind.step
+
+
 def note_step(optimizer: Any) -> None:
     """Let schedulers know that an optimizer has stepped, or they warn."""
     optimizer._opt_called = True

@@ -26,6 +26,7 @@ from overspill.pytorch.optimizers import (
     STEP_HOOKS,
     global_step_post_hooks,
     global_step_pre_hooks,
+    initialise,
 )
 from overspill.pytorch.trees import tree_map_only
 
@@ -186,5 +187,5 @@ def copied(optimizer: Optimizer, mode: FakeTensorMode) -> Optimizer:
             raise TypeError(f"its {key} may lead back to it")
         if not key.startswith(OF_OPTIMIZER):
             vars(made)[key] = copy.deepcopy(value, memo)
-    Optimizer.__setstate__(made, {})
+    initialise(made)
     return made

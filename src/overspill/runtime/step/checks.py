@@ -18,7 +18,13 @@ from overspill.core.errors import RequestError, UnsupportedError
 from overspill.pytorch.autograd import accumulate_hooks_of, hooks_of
 from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.modules import parameters_of
-from overspill.pytorch.optimizers import global_step_post_hooks, global_step_pre_hooks, is_initialised, step_hooks
+from overspill.pytorch.optimizers import (
+    global_step_post_hooks,
+    global_step_pre_hooks,
+    initialise,
+    is_initialised,
+    step_hooks,
+)
 
 from .inner_tensors import has_own_memory
 from .residency import Guarded, Spec, readable
@@ -134,7 +140,7 @@ def check_optimizer(optimizer: Any) -> None:
             f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or a list of them"
         )
     if not is_initialised(optimizer):  # a wrapper that has not called Optimizer.__init__
-        Optimizer.__setstate__(optimizer, {})
+        initialise(optimizer)
     # Those that evaluate the model, cannot be called alone, or look at parameters of others.
     name = type(optimizer).__name__
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
