@@ -95,7 +95,7 @@ def test_what_does_not_fit_beside_the_other_step_is_refused() -> None:
     alone.close()
     session = overspill.Session(budget="1700KiB", store="host")
     steps = [overspill.train_step(m, nn.MSELoss(), adam(m), session=session) for m in models]
-    with pytest.raises(InfeasibleBudgetError, match=r"floor .* at step\.update") as error:
+    with pytest.raises(InfeasibleBudgetError, match=r"minimum .* at step\.update") as error:
         [step(*batch(0)) for step in (*steps, *steps)]
     assert error.value.floor_bytes > whole_bytes(models[0])
     assert "train_step" not in str(error.value)
