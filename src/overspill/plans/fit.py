@@ -291,7 +291,7 @@ class _Search:
             if low and self.account.is_steady:
                 further -= 1
                 least, most = (self._at(live, self._little).taken_bytes for live in (low, over))
-                between = (self._bytes - least) / (most - least)
+                between = min((self._bytes - least) / (most - least), 1.0) if most > least else 0.5
             asked = self._near(low + int(between * (over - low)) if low else min(asked, plan.peak_bytes) - excess)
             if asked <= low:
                 break
