@@ -48,7 +48,7 @@ def initialise(optimizer: Optimizer) -> None:
     hooked = getattr(kind.step, "hooked", False)
     Optimizer.__setstate__(optimizer, {})
     if not hooked and step is not None:
-        kind.step = step  # type: ignore[method-assign]
+        kind.step = step
     elif not hooked:
         del kind.step
 
