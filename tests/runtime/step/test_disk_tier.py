@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import os
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.runtime.step.whole_steps import Mlp, Pair, batch_for, cross_entropy, differences, made
-from torch import nn
+from torch import Tensor, nn
 
 import overspill
 from overspill.core.errors import RequestError, StoreError
@@ -120,6 +121,14 @@ def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
     pair.step.close()
 
 
+def resumed(pair: Pair) -> Tensor:
+    """The loss of a step that goes on: each copy that failed while there was no room may say so at its own wait."""
+    for _ in range(8):
+        with contextlib.suppress(StoreError):
+            return pair.step.resume()
+    return pair.step.resume()
+
+
 @UPDATES
 def test_a_full_disk_is_an_error_and_nothing_is_lost(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -144,7 +153,7 @@ def test_a_full_disk_is_an_error_and_nothing_is_lost(
                 failure = error
             seed += 1
     assert "are missing" in str(failure)
-    assert same_bits(pair.step.resume(), expected)
+    assert same_bits(resumed(pair), expected)
     pair.train(2)
     pair.assert_same()
     pair.step.close()
