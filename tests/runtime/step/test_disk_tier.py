@@ -176,7 +176,7 @@ def test_a_disk_that_gives_nothing_back_is_an_error_until_it_does(
         patched.setattr(os, "preadv", broken)
         with pytest.raises(StoreError, match="failed to read"):
             pair.step(*pair.inputs)
-    assert same_bits(pair.step.resume(), expected)
+    assert same_bits(resumed(pair), expected)
     pair.assert_same()
     pair.step.close()
 
