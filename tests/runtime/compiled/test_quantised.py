@@ -114,6 +114,15 @@ def states_of(model: nn.Module) -> list[Any]:
     return [v.values().clone() if isinstance(v, Wrapped) else v.clone() for v in model.state_dict().values()]
 
 
+def stepped(model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
+    """The loss of one step of a loop."""
+    loss = model(torch.randn(4, WIDTH)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 @pytest.mark.parametrize("make", [packed, wrapped])
 def test_a_loop_has_the_bits_of_plain_pytorch_with_quantised_weights_away(
     make: Callable[[Tensor], nn.Parameter],
@@ -131,11 +140,7 @@ def test_a_loop_has_the_bits_of_plain_pytorch_with_quantised_weights_away(
         compiled = model if budget is None else overspill.compile(model, budget=budget, store="host")
         seen: list[Any] = []
         for i in range(5):
-            loss = compiled(torch.randn(4, WIDTH)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.detach())
+            seen.append(stepped(compiled, optimizer))
             assert budget is None or away(compiled.overspill) > 0.5 * LAYERS * WIDTH * WIDTH
             if i == 0:  # which the store serves
                 seen += states_of(model)
@@ -233,11 +238,10 @@ def test_quantised_weights_that_get_gradients_stay_on_the_device_by_name() -> No
         compiled = model if budget is None else overspill.compile(model, budget=budget, store="host")
         seen: list[Any] = []
         for _ in range(3):
-            loss = compiled(torch.randn(4, WIDTH)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen += [loss.detach(), *(p.detach().clone() for p in model.parameters() if not isinstance(p, Wrapped))]
+            seen += [
+                stepped(compiled, optimizer),
+                *(p.detach().clone() for p in model.parameters() if not isinstance(p, Wrapped)),
+            ]
         assert budget is None or "planned step needs plain" in compiled.overspill.loop.why_not
         return seen
 
