@@ -295,7 +295,7 @@ class TransferEngine:
 
         noted = None if self.recorder is None else self.recorder.updating()
         begun, over = partial(self._begun, written), partial(self.store.expect, -1)
-        self.updates.submit(what, update, ready, begun, over, noted)
+        self.updates.submit(HostUpdate(what, update, ready, begun, over, self.updates, noted))
 
     def _begun(self, written: Sequence[_Stored], update: HostUpdate) -> None:
         """Note which update writes what; copies that came back from there before it are to come again."""

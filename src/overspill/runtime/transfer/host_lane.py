@@ -162,22 +162,14 @@ class HostLane:
         self._last: HostUpdate | None = None
         end_before_forks(self)
 
-    def submit(
-        self,
-        what: str,
-        run: Callable[[], None],
-        ready: Callable[[], ExitStack],
-        begun: Callable[[HostUpdate], None],
-        over: Callable[[], None],
-        noted: Noted | None = None,
-    ) -> None:
-        """Start the update `what` behind all others. Raises the error of one that failed, and StoreError."""
+    def submit(self, update: HostUpdate) -> None:
+        """Start `update` behind all others. Raises the error of one that failed, and StoreError."""
         self.restart()
         self.check()
         if self._thread is None:
             self._thread = ThreadLane("update", _no_copy)
-        self._last = HostUpdate(what, run, ready, begun, over, self, noted)
-        self._last.begin(self._thread)
+        self._last = update
+        update.begin(self._thread)
 
     def restart(self) -> None:
         """Start those updates again that the store has stopped, and whose error has been raised."""
