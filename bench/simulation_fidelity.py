@@ -40,8 +40,9 @@ from overspill.runtime.compiled.concurrent_plans import GraphProblem
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.compiled.session_budget import SessionBudget
 from overspill.runtime.options import Options
+from overspill.runtime.transfer.disk_store import DiskStore
 from overspill.runtime.transfer.engine import make_engine
-from overspill.runtime.transfer.stores import DiskStore, HostStore
+from overspill.runtime.transfer.host_store import HostStore
 from overspill.simulate import simulate
 
 CPU = torch.device("cpu")

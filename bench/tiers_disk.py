@@ -32,8 +32,10 @@ from overspill.devices.disks import rates_of
 from overspill.plans.plan import Plan
 from overspill.runtime.step.train_step import TrainStep
 from overspill.runtime.transfer import tiers
+from overspill.runtime.transfer.disk_store import DiskStore
+from overspill.runtime.transfer.host_store import HostStore
 from overspill.runtime.transfer.lanes import Slot, ThreadLane
-from overspill.runtime.transfer.stores import DiskStore, HostStore, whole_pages
+from overspill.runtime.transfer.stores import whole_pages
 from overspill.runtime.transfer.tiers import TieredStore
 
 STATE = 3

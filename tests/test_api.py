@@ -169,7 +169,7 @@ from dataclasses import dataclass
 from overspill.placement.allocators.base import Allocator as BaseAllocator
 from overspill.placement.packing.solvers.skyline import Skyline
 from overspill.policies.in_core import Liveness
-from overspill.runtime.transfer.stores import HostStore
+from overspill.runtime.transfer.host_store import HostStore
 
 class Policy(Liveness):
     name = "other-policy"

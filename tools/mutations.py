@@ -234,7 +234,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a child that was forked goes on writing to its parent's file",
-        "runtime/transfer/stores.py",
+        "runtime/transfer/disk_store.py",
         "        if self.is_forked:\n            raise StoreError(",
         "        if False:\n            raise StoreError(",
         ("tests/runtime/step/test_forks.py",),

@@ -11,7 +11,7 @@ import torch
 from overspill.core.errors import InfeasibleBudgetError
 from overspill.models.resnet import Residual
 from overspill.runtime.training import Run
-from overspill.runtime.transfer.stores import HostStore
+from overspill.runtime.transfer.host_store import HostStore
 
 BENCH = Path(__file__).parents[2] / "bench"
 TOPICS = ("bits", "jobs", "kernels", "link", "round_trips", "steps", "ways")

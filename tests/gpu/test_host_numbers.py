@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import overspill
-from overspill.runtime.transfer.stores import PinnedStore
+from overspill.runtime.transfer.pinned_store import PinnedStore
 
 pytestmark = pytest.mark.gpu
 

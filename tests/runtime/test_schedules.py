@@ -18,7 +18,8 @@ from tests.runtime.step.whole_steps import Cnn, Lm, Mlp, Pair, batch_for, cross_
 from torch import Tensor, nn
 
 from overspill.core import Verb
-from overspill.runtime.transfer.stores import DiskStore, HostStore
+from overspill.runtime.transfer.disk_store import DiskStore
+from overspill.runtime.transfer.host_store import HostStore
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 

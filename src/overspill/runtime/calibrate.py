@@ -28,9 +28,10 @@ from overspill.core.units import format_bytes
 from overspill.devices.loader import DEVICES, load_device, physical_bytes
 
 from .parallel import all_gather
+from .transfer.disk_store import DiskStore
 from .transfer.engine import TransferEngine, make_engine
 from .transfer.lanes import Slot, ThreadLane
-from .transfer.stores import DiskStore, Store
+from .transfer.stores import Store
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 PRODUCT_SIZES = (256, 512, 1024, 1536)

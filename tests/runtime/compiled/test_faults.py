@@ -16,7 +16,8 @@ from overspill.job import Job
 from overspill.models import load
 from overspill.runtime.options import Options
 from overspill.runtime.training import train, train_plain
-from overspill.runtime.transfer.stores import DiskStore, HostStore
+from overspill.runtime.transfer.disk_store import DiskStore
+from overspill.runtime.transfer.host_store import HostStore
 
 JOB = Job(lambda: load("alexnet", small=True), 4, "momentum")
 OPTIONS = Options(budget="1GiB", policy="vdnn-all", store="disk")

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from overspill.capture.compiled.joint import storage_bytes
 from overspill.devices import this_cpu
-from overspill.runtime.transfer.stores import DiskStore, HostStore
+from overspill.runtime.transfer.disk_store import DiskStore
+from overspill.runtime.transfer.host_store import HostStore
 from overspill.simulate import check
 
 CHANNELS, SIDE, BATCH = 8, 8, 4

@@ -16,7 +16,7 @@ from overspill.capture.compiled.scratch import TAKEN_ON_CPU
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.devices import this_cpu
 from overspill.runtime.reachable import same_bits
-from overspill.runtime.transfer.stores import HostStore
+from overspill.runtime.transfer.host_store import HostStore
 from overspill.simulate import check
 
 aten = torch.ops.aten

@@ -24,7 +24,7 @@ from overspill.runtime.compiled.stored_gradient import StoredGradient
 from overspill.runtime.step.residency import Spec
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine, make_engine
-from overspill.runtime.transfer.stores import HostStore
+from overspill.runtime.transfer.host_store import HostStore
 
 
 @pytest.fixture(params=["threads", "late streams"])

@@ -23,7 +23,8 @@ import overspill
 from overspill.core.errors import RequestError, StoreError
 from overspill.runtime.reachable import same_bits
 from overspill.runtime.step.updates import OptimizerUpdates
-from overspill.runtime.transfer.stores import HostStore, Slot
+from overspill.runtime.transfer.host_store import HostStore
+from overspill.runtime.transfer.stores import Slot
 
 
 class Flaky(HostStore):

@@ -18,7 +18,7 @@ from overspill.core import Stream, Verb
 from overspill.core.errors import RequestError, StoreError
 from overspill.report.page.measured import measured_step
 from overspill.runtime.step.updates import OptimizerUpdates
-from overspill.runtime.transfer.stores import HostStore
+from overspill.runtime.transfer.host_store import HostStore
 
 SOON = 20.0
 """Seconds after which something that is waited for does not come."""

@@ -15,7 +15,7 @@ from overspill.core import TensorKind, Verb
 from overspill.core.errors import InfeasibleBudgetError
 from overspill.runtime.step.updates import SCALAR_BYTES
 from overspill.runtime.tracker import LiveBytes
-from overspill.runtime.transfer.stores import HostStore
+from overspill.runtime.transfer.host_store import HostStore
 
 
 def wide() -> nn.Module:

@@ -29,7 +29,7 @@ from overspill.runtime.step import gate
 from overspill.runtime.step.gate import Gate, held_signals
 from overspill.runtime.step.residency import Guarded
 from overspill.runtime.step.train_step import TrainStep
-from overspill.runtime.transfer.stores import HostStore
+from overspill.runtime.transfer.host_store import HostStore
 
 # -- every observer at every moment
 

@@ -18,7 +18,7 @@ from overspill.runtime.reachable import same_bits
 from overspill.runtime.step.residency import Guarded
 from overspill.runtime.step.train_step import TrainStep
 from overspill.runtime.transfer.engine import make_engine
-from overspill.runtime.transfer.stores import HostStore
+from overspill.runtime.transfer.host_store import HostStore
 
 
 class NeedsClosure(torch.optim.SGD):

@@ -9,9 +9,11 @@ from tests.runtime.transfer.fake_cuda import FakeCuda, LateHostStore
 from tests.runtime.transfer.fake_runtime import COMPILER, with_native_copies
 from torch import Tensor
 
+from overspill.runtime.transfer.disk_store import DiskStore
 from overspill.runtime.transfer.engine import TransferEngine, make_engine
+from overspill.runtime.transfer.host_store import HostStore
 from overspill.runtime.transfer.lanes import StreamLane, ThreadLane
-from overspill.runtime.transfer.stores import DiskStore, HostStore, Store
+from overspill.runtime.transfer.stores import Store
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from overspill.runtime.transfer.host_store import HostStore
 from overspill.runtime.transfer.lanes import HeldSlot, Slot, bytes_of
-from overspill.runtime.transfer.stores import HostStore
 
 
 class FakeEvent:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from overspill.runtime.accelerator import RawStreams
 from overspill.runtime.transfer.engine import TransferEngine
+from overspill.runtime.transfer.host_store import HostStore
 from overspill.runtime.transfer.lanes import CopyLane, HeldSlot, Slot
-from overspill.runtime.transfer.stores import HostStore
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 

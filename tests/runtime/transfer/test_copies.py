@@ -16,8 +16,8 @@ from tests.runtime.transfer.engines import bring, numbers, send
 from tests.runtime.transfer.fake_runtime import COMPILER, lanes, library, log, with_native_copies
 
 from overspill.runtime.transfer import _copies
+from overspill.runtime.transfer.host_store import HostStore
 from overspill.runtime.transfer.lanes import CopyLane
-from overspill.runtime.transfer.stores import HostStore
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import RequestError, StoreError
-from overspill.runtime.transfer.stores import PAGE_BYTES, DiskStore
+from overspill.runtime.transfer.disk_store import DiskStore
+from overspill.runtime.transfer.stores import PAGE_BYTES
 
 SOURCE = Path(__file__).parents[3] / "src"
 NBYTES = 3 * PAGE_BYTES + 17
@@ -191,7 +192,7 @@ def test_a_directory_that_may_not_be_written_is_a_wrong_request(
 
 def in_child(program: str, directory: Path) -> subprocess.Popen[str]:
     """A process that runs `program` with a store module and `directory` at hand."""
-    head = f"import os, resource, sys, torch\nfrom overspill.runtime.transfer.stores import *\ndirectory = {str(directory)!r}\n"
+    head = f"import os, resource, sys, torch\nfrom overspill.core.errors import *\nfrom overspill.runtime.transfer.stores import *\nfrom overspill.runtime.transfer.disk_store import *\nfrom overspill.runtime.transfer.host_store import *\ndirectory = {str(directory)!r}\n"
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     return subprocess.Popen(
         [sys.executable, "-c", head + program],

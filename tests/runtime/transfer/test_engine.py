@@ -11,8 +11,10 @@ import torch
 from tests.runtime.transfer.engines import ENGINES, bring, numbers, send, with_streams, with_threads
 from torch import Tensor
 
+from overspill.runtime.transfer.disk_store import DiskStore
 from overspill.runtime.transfer.engine import TransferEngine
-from overspill.runtime.transfer.stores import DiskStore, HostStore, Store
+from overspill.runtime.transfer.host_store import HostStore
+from overspill.runtime.transfer.stores import Store
 
 
 @pytest.fixture(params=ENGINES)

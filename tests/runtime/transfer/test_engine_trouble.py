@@ -27,8 +27,9 @@ from torch import Tensor
 
 from overspill.core.errors import StoreError
 from overspill.runtime.transfer.engine import TransferEngine, make_engine
+from overspill.runtime.transfer.host_store import HostStore
 from overspill.runtime.transfer.lanes import ThreadLane
-from overspill.runtime.transfer.stores import HostStore, Slot, Store
+from overspill.runtime.transfer.stores import Slot, Store
 
 
 @pytest.fixture(params=ENGINES)

@@ -12,8 +12,8 @@ from tests.runtime.transfer.fake_cuda import FakeCuda, LateHostStore
 from torch import Tensor, UntypedStorage
 
 from overspill.core.errors import StoreError
+from overspill.runtime.transfer.host_store import HostStore
 from overspill.runtime.transfer.lanes import Slot, StreamLane, ThreadLane
-from overspill.runtime.transfer.stores import HostStore
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,11 @@ from torch import Tensor
 
 from overspill.core.errors import RequestError, StoreError
 from overspill.runtime.accelerator import PageLock
+from overspill.runtime.transfer.disk_store import DiskStore
+from overspill.runtime.transfer.host_store import HostStore
+from overspill.runtime.transfer.pinned_store import PinnedStore
 from overspill.runtime.transfer.registry import make_store
-from overspill.runtime.transfer.stores import PAGE_BYTES, DiskStore, HostStore, PinnedStore, Slot, Store
+from overspill.runtime.transfer.stores import PAGE_BYTES, Slot, Store
 from overspill.runtime.transfer.tiers import HostDiskStore
 
 SIZES = (0, 1, 2, 511, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES, 1_000_003)

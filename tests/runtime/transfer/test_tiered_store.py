@@ -18,17 +18,11 @@ from torch import Tensor
 
 from overspill.core.errors import RequestError, StoreError
 from overspill.runtime.transfer.engine import make_engine
+from overspill.runtime.transfer.free_memory import FreeMemory, HostPiece
+from overspill.runtime.transfer.pinned_tiers import PinnedDiskStore, TieredLane
 from overspill.runtime.transfer.registry import make_store
 from overspill.runtime.transfer.stores import PAGE_BYTES
-from overspill.runtime.transfer.tiers import (
-    FreeMemory,
-    HostDiskStore,
-    HostPiece,
-    PinnedDiskStore,
-    TieredLane,
-    TieredSlot,
-    TieredStore,
-)
+from overspill.runtime.transfer.tiers import HostDiskStore, TieredSlot, TieredStore
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,12 @@ import torch
 from overspill.core.errors import RequestError
 from overspill.core.registry import Registry
 
-from .stores import DiskStore, HostStore, PinnedStore, Store
-from .tiers import Directories, HostDiskStore, PinnedDiskStore, TieredStore, directories_of
+from .disk_store import DiskStore
+from .host_store import HostStore
+from .pinned_store import PinnedStore
+from .pinned_tiers import PinnedDiskStore
+from .stores import Store
+from .tiers import Directories, HostDiskStore, TieredStore, directories_of
 
 _OWN = (DiskStore, HostStore, HostDiskStore, PinnedStore, PinnedDiskStore)
 STORES: Registry[type[Store]] = Registry("store", "stores", {store.name: store for store in _OWN})

@@ -20,13 +20,12 @@ import mmap
 import os
 import threading
 import weakref
-from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -35,11 +34,13 @@ from overspill.core import Tiers
 from overspill.core.errors import RequestError, StoreError
 from overspill.core.units import format_bytes
 from overspill.pytorch.storages import storage_over
-from overspill.runtime import accelerator
 
 from . import host_memory
-from .lanes import CLOSED, HeldSlot, Lane, Slot, StreamLane, ThreadLane, Ticket
-from .stores import PAGE_BYTES, DiskStore, HostStore, PinnedStore, memory_of, whole_pages
+from .disk_store import DiskStore
+from .free_memory import FreeMemory, HostPiece
+from .host_store import HostStore
+from .lanes import CLOSED, HeldSlot, Slot, ThreadLane, Ticket
+from .stores import PAGE_BYTES, memory_of, whole_pages
 
 S = TypeVar("S", bound="TieredStore")
 Directories = str | Path | Sequence[str | Path] | None
@@ -47,55 +48,6 @@ Directories = str | Path | Sequence[str | Path] | None
 _LOOK_AGAIN_SECONDS = 0.5
 """How often a thread that waits for space looks without being told."""
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
-
-
-class HostPiece(NamedTuple):
-    """A range of a chunk of host memory."""
-
-    chunk: int
-    offset: int
-    nbytes: int
-
-
-class FreeMemory:
-    """The free ranges of host memory, in order."""
-
-    def __init__(self) -> None:
-        self._pieces: list[HostPiece] = []
-        self.nbytes = 0
-
-    def take(self, nbytes: int) -> tuple[HostPiece, ...] | None:
-        """Return ranges of `nbytes` in all, one if that is large enough, otherwise the largest; None without enough."""
-        if self.nbytes < nbytes:
-            return None
-        fitting = [piece for piece in self._pieces if piece.nbytes >= nbytes]
-        taken, missing = [], nbytes
-        by_size = sorted(self._pieces, key=lambda piece: -piece.nbytes)
-        for piece in [min(fitting, key=lambda piece: piece.nbytes)] if fitting else by_size:
-            part = HostPiece(piece.chunk, piece.offset, min(piece.nbytes, missing))
-            self._pieces.remove(piece)
-            if part.nbytes < piece.nbytes:
-                insort(self._pieces, HostPiece(piece.chunk, piece.offset + part.nbytes, piece.nbytes - part.nbytes))
-            taken.append(part)
-            missing -= part.nbytes
-            if not missing:
-                break
-        self.nbytes -= nbytes
-        return tuple(taken)
-
-    def give(self, pieces: Sequence[HostPiece]) -> None:
-        """Take ranges back, and join neighbours."""
-        for piece in pieces:
-            insort(self._pieces, piece)
-            self.nbytes += piece.nbytes
-        joined: list[HostPiece] = []
-        for piece in self._pieces:
-            last = joined[-1] if joined else None
-            if last is not None and (last.chunk, last.offset + last.nbytes) == (piece.chunk, piece.offset):
-                joined[-1] = last._replace(nbytes=last.nbytes + piece.nbytes)
-            else:
-                joined.append(piece)
-        self._pieces = joined
 
 
 @dataclass
@@ -149,8 +101,8 @@ class TieredStore(HostStore):
         self.host_budget_bytes = default_host_bytes() if host_bytes is None else host_bytes
         self._drives = [DiskStore(each, direct=True) for each in directories_of(directory)]
         this = weakref.ref(self)
-        self._writers = [ThreadLane("disk-write", lambda slot, _: _of(this)._write_out(slot)) for _ in self._drives]
-        self._readers = [ThreadLane("disk-read", lambda slot, _: _of(this)._read_in(slot)) for _ in self._drives]
+        self._writers = [ThreadLane("disk-write", lambda slot, _: alive(this)._write_out(slot)) for _ in self._drives]
+        self._readers = [ThreadLane("disk-read", lambda slot, _: alive(this)._read_in(slot)) for _ in self._drives]
         self._memory = FreeMemory()
         self._files: list[int] = []
         self._close_files = weakref.finalize(self, _close_all, self._files)
@@ -613,10 +565,11 @@ class _Holds:
         self._kept = kept
 
 
-def _of(store: weakref.ref[S]) -> S:
-    if (alive := store()) is None:
+def alive(store: weakref.ref[S]) -> S:
+    """Return the store. Raises StoreError if it is gone."""
+    if (found := store()) is None:
         raise StoreError(CLOSED)
-    return alive
+    return found
 
 
 def directories_of(given: Directories) -> list[str | Path | None]:
@@ -637,67 +590,3 @@ class HostDiskStore(TieredStore):
     """Pageable host memory up to a budget, and a disk below it."""
 
     name = "host+disk"
-
-
-class PinnedDiskStore(TieredStore, PinnedStore):
-    """Page-locked host memory for CUDA up to a budget, and a disk below it.
-
-    The host waits where a copy is not in host memory, or has no space there; a GPU has the work that was given to it
-    before. Host memory that a copy of the GPU uses is given to another slot once that copy is done.
-    """
-
-    name = "pinned+disk"
-
-    def lanes(self, device: torch.device) -> tuple[Lane, Lane]:
-        """Return two streams of `device`, one each way."""
-        lanes = TieredLane(self, device, outward=True), TieredLane(self, device, outward=False)
-        self._streams += [lane.stream for lane in lanes]
-        return lanes
-
-    def begin(self, slot: Slot, *, outward: bool) -> list[Tensor]:
-        """Get the slot's host memory for a copy that leaves the device, or comes back; return its pieces."""
-        assert isinstance(slot, TieredSlot)
-        with self._lock:
-            self._enter(slot, to_fill=outward)
-            if outward:
-                slot.state.is_on_disk = False
-                slot.state.version += 1
-            pieces = slot.state.pieces or ()
-            return [self._chunks[piece.chunk][piece.offset : piece.offset + piece.nbytes] for piece in pieces]
-
-    def end(self, slot: Slot, event: Any) -> None:
-        """Let the slot's host memory go once the `event` at the end of the copy is done."""
-        assert isinstance(slot, TieredSlot)
-        with self._lock:
-            if event is not None:
-                slot.state.events.append(event)
-            self._leave(slot)
-
-
-class TieredLane(StreamLane):
-    """A stream for copies from or to the host memory of a store with a disk below it."""
-
-    def __init__(
-        self, store: PinnedDiskStore, device: torch.device, *, outward: bool, streams: Any = accelerator
-    ) -> None:
-        super().__init__(device, self._copied, streams)
-        self._store = weakref.ref(store)
-        self._outward = outward
-
-    def _copied(self, slot: Slot, memory: Tensor) -> None:
-        """Enqueue the copy, once the slot has its host memory."""
-        store, event = _of(self._store), None
-        pieces = store.begin(slot, outward=self._outward)
-        try:
-            self._enqueue_pieces(pieces, memory)
-            event = self.stream.record_event()
-        finally:
-            store.end(slot, event)
-
-    def _enqueue_pieces(self, pieces: Sequence[Tensor], memory: Tensor) -> None:
-        begin = 0
-        for piece in pieces:
-            there = memory[begin : begin + piece.numel()]
-            here = piece[: there.numel()]
-            (here if self._outward else there).copy_(there if self._outward else here, non_blocking=True)
-            begin += piece.numel()
