@@ -54,7 +54,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.usefixtures("forget_compiled_code")
-@pytest.mark.parametrize("way", rest_long(WAYS, ["a block", "a function"]))
+@pytest.mark.parametrize("way", rest_long(WAYS, ["a block"]))
 def test_what_is_compiled_inside_trains_as_plain_and_stays_compiled(way: str) -> None:
     FACTOR[0] = 1.0
     pair = Pair(Net)

@@ -68,9 +68,9 @@ UPDATES = pytest.mark.parametrize("update", ["device", "host"])
 @pytest.mark.parametrize(
     ("model", "host_budget", "options"),
     [
-        (Wide, "600KiB", {}),
+        pytest.param(Wide, "600KiB", {}, marks=pytest.mark.long),
         (Wide, "600KiB", {"policy": "window", "checksum": True}),
-        (Wide, "600KiB", {"accumulate": 2, "clip_norm": 0.5}),
+        pytest.param(Wide, "600KiB", {"accumulate": 2, "clip_norm": 0.5}, marks=pytest.mark.long),
         (Wide, "600KiB", {"placement": "planned"}),
         (Wide, "600KiB", {"update": "host"}),
         (Wide, "600KiB", {"update": "auto", "accumulate": 2, "clip_norm": 0.5, "checksum": True}),

@@ -127,8 +127,7 @@ def _as_plain(both: Both, error: Exception) -> str:
 
 
 QUICK = {
-    "tied", "smaller_group", "model.drop.p=0.6", "forward hook", "gains.append", "data = new", "momentum=0.0",
-    "load_state_dict", "last.weight.mul_", "frozen or not",
+    "tied", "smaller_group", "model.drop.p=0.6", "gains.append", "data = new", "frozen or not",
 }  # fmt: skip
 """Those that do not wait for the long suite, which tries all."""
 
@@ -159,7 +158,7 @@ def seed() -> int:
 
 def test_random_edits_are_followed_or_refused() -> None:
     print("seed", chosen := seed())  # noqa: T201
-    assert fuzz(2, chosen) > 0
+    assert fuzz(1, chosen) > 0
 
 
 @pytest.mark.long

@@ -211,7 +211,7 @@ def test_a_step_that_is_dropped_where_nothing_works_any_more_says_so_in_one_line
 
 
 def test_an_op_that_fails_before_any_update_undoes_the_step() -> None:
-    pair = Pair(Lm, gradients={"accumulate": 2})
+    pair = Pair(Lm)
     pair.train(2)
     words = pair.inputs[0].clone()
     words[-1, -1] = 1000

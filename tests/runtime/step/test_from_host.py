@@ -105,7 +105,7 @@ def model() -> nn.Module:
     return Adapted()
 
 
-@pytest.mark.parametrize("store", ["host", "disk"])
+@pytest.mark.parametrize("store", [pytest.param("host", marks=pytest.mark.long), "disk"])
 def test_steps_have_plain_bits_and_reads_between_them_change_nothing(model: nn.Module, store: str) -> None:
     trained = Trained(model, store=store, checksum=store == "disk")
     trained.train(2)

