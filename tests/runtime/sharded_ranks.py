@@ -23,7 +23,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 import overspill
 from overspill.core.errors import OverspillError, StoreError, UnsupportedError
-from overspill.runtime.parallel import reduce_scatter
+from overspill.runtime.collectives import reduce_scatter
 from overspill.runtime.step.captures import StepCaptures
 from overspill.runtime.tracker import LiveBytes
 

@@ -17,7 +17,7 @@ from tests.simulate.graphs import DEVICE
 from overspill.core import Instruction, Schedule, Verb
 from overspill.core.errors import InvalidScheduleError
 from overspill.policies.in_core import InCore
-from overspill.runtime.parallel import lent
+from overspill.runtime.collectives import lent
 from overspill.simulate import check
 
 ROOT = Path(__file__).parents[2]

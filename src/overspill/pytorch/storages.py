@@ -52,6 +52,11 @@ def raise_on_access(tensor: Tensor) -> None:
     torch._C._set_throw_on_mutable_data_ptr(tensor)
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Return whether autograd has a tensor as a view of another."""
+    return tensor._is_view()
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place."""
     return tensor._version

@@ -27,7 +27,7 @@ from overspill.core import Device
 from overspill.core.units import format_bytes
 from overspill.devices.loader import DEVICES, load_device, physical_bytes
 
-from .parallel import all_gather
+from .collectives import all_gather
 from .transfer.disk_store import DiskStore
 from .transfer.engine import TransferEngine, make_engine
 from .transfer.lanes import Slot, ThreadLane

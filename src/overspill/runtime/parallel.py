@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,31 +25,18 @@ from overspill.capture.compiled.graph import Captured
 from overspill.capture.programs.functions import ProgramFunction
 from overspill.capture.programs.workspaces import FUNCTIONAL
 from overspill.core import Graph
-from overspill.core.errors import InvalidScheduleError, OverspillError, RequestError
+from overspill.core.errors import InvalidScheduleError, RequestError
 from overspill.plans.plan import Plan
-from overspill.pytorch.dispatch import OpOverload, no_python_dispatcher
-from overspill.pytorch.distributed import active_ddp, default_store, group_names
-from overspill.pytorch.dynamo import dynamo_config
-from overspill.pytorch.storages import storage_uses, tensor_uses
+from overspill.pytorch.dispatch import OpOverload
+from overspill.pytorch.distributed import default_store, group_names
 from overspill.simulate import check
+
+from .agreement import RankFailure, Told, difference, different_graphs, digest_of, raise_first, shapes_of, text_of
+from .collectives import FAILURE, WAITED, in_one_call, lent, others_needed, whole_storage
 
 BROADCAST_BYTES = 1 << 20
 """Most bytes packed into one broadcast of parameters and buffers."""
-MOST_LOOKS = 2000
-"""How often a thread that waits for gloo's looks whether it has let a tensor go."""
 _FAILED = -1
-_WAITED = "another rank did not come to a collective of this step"
-_FAILURE = "overspill: a rank failed"
-"""The key of the process group's store under which the first rank that fails within a step records why."""
-
-
-def _named(name: str, before: str) -> Any:
-    """Return a collective by its name since PyTorch 2.13, or by the earlier one."""
-    return getattr(dist, name, None) or getattr(dist, before, None)
-
-
-all_gather = _named("all_gather_single", "all_gather_into_tensor")
-reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 _NOT_ALIKE = (
@@ -142,7 +126,7 @@ class OneProcess:
     def check_plan(self, plan: Plan, graph: Graph) -> Plan:
         """Return another rank's plan for the graph of this one. Raises RequestError if it does not fit."""
         if plan.graph.structure != graph.structure:
-            raise RequestError(_different_graphs([[op.name for op in g.ops] for g in (plan.graph, graph)]))
+            raise RequestError(different_graphs([[op.name for op in g.ops] for g in (plan.graph, graph)]))
         try:
             peak = check(graph, plan.schedule).peak_bytes
         except InvalidScheduleError as error:
@@ -183,7 +167,7 @@ class DataParallel(OneProcess):
     # -- tensors
 
     def _average(self, *gradients: Tensor) -> None:
-        _packed([_whole_storage(gradient) for gradient in gradients], self._average_flat)
+        in_one_call([whole_storage(gradient) for gradient in gradients], self._average_flat)
 
     def _average_flat(self, flat: Tensor) -> None:
         flat.mul_(1 / self.size)
@@ -233,11 +217,11 @@ class DataParallel(OneProcess):
         for tensor in buffers:
             packed = alike[tensor.dtype, tensor.device]
             if packed and sum(t.nbytes for t in packed) + tensor.nbytes > BROADCAST_BYTES:
-                _packed(packed, self._broadcast_flat)
+                in_one_call(packed, self._broadcast_flat)
                 packed.clear()
             packed.append(tensor)
         for packed in alike.values():
-            _packed(packed, self._broadcast_flat)
+            in_one_call(packed, self._broadcast_flat)
 
     # -- agreement
 
@@ -247,7 +231,7 @@ class DataParallel(OneProcess):
             yield
         except Exception as error:
             self._exchange(_FAILED)
-            self._gather(_Told(failure=_Failure.of(error)))
+            self._gather(Told(failure=RankFailure.of(error)))
             raise
 
     @contextmanager
@@ -257,23 +241,23 @@ class DataParallel(OneProcess):
             yield
         except Exception as raised:  # noqa: BLE001 - raised again below
             error = raised
-        failures = self._gather(None if error is None else _Failure.of(error))
+        failures = self._gather(None if error is None else RankFailure.of(error))
         if error is not None:
             raise error
-        _raise_first(failures)
+        raise_first(failures)
 
     def tell(self, error: BaseException) -> None:
         said = (str(error).splitlines() or [""])[0]
-        if _WAITED not in said:
+        if WAITED not in said:
             DataParallel.has_told = True
             with suppress(RuntimeError):  # the store is gone: nobody to tell
-                default_store().set(_FAILURE, f"rank {dist.get_rank()} failed ({type(error).__name__}: {said})")
+                default_store().set(FAILURE, f"rank {dist.get_rank()} failed ({type(error).__name__}: {said})")
 
     def agree(self, key: Any, *, known: bool) -> bool:
         return all(known for _, known, *_ in self._agreed(key, int(known)))
 
     def digest(self, key: Any) -> int:
-        return _digest(_spelled(key))
+        return digest_of(text_of(key))
 
     def meet(self, key: Any, shapes: int, elements: int, number: int) -> Meeting:
         found = self._agreed(key, number, shapes, elements)
@@ -286,27 +270,27 @@ class DataParallel(OneProcess):
 
     def _agreed(self, key: Any, *given: int) -> list[list[int]]:
         """Return the digest of `key`, and what is given, of all ranks. Raises RequestError if their keys differ."""
-        text = _spelled(key)
-        mine = _digest(text)
+        text = text_of(key)
+        mine = digest_of(text)
         found = self._exchange(mine, *given)
         if any(digest != mine for digest, *_ in found):
-            told = self._gather(_Told(text, _shapes(key)))
-            _raise_first([one.failure for one in told])
+            told = self._gather(Told(text, shapes_of(key)))
+            raise_first([one.failure for one in told])
             other = next(rank for rank, one in enumerate(told) if one.text != text)
-            raise RequestError(_difference(self.rank, _Told(text, _shapes(key)), other, told[other]))
+            raise RequestError(difference(self.rank, Told(text, shapes_of(key)), other, told[other]))
         if DataParallel.has_told:  # all go on
             DataParallel.has_told = False
-            default_store().set(_FAILURE, "")
+            default_store().set(FAILURE, "")
         return found
 
     def plan(
         self, graph: Graph, budget_bytes: int, make: Callable[[int], Plan], *, leader: int = 0, own: bool = False
     ) -> Plan:
         # All ranks must have the same ops on the same tensors, whose sizes may differ.
-        digest = _digest(graph.structure)
+        digest = digest_of(graph.structure)
         found = self._gather((digest, budget_bytes))
         if any(other != digest for other, _ in found):
-            raise RequestError(_different_graphs(self._gather([op.name for op in graph.ops])))
+            raise RequestError(different_graphs(self._gather([op.name for op in graph.ops])))
         made: Plan | None = None
         with self.together():
             if self.rank == leader:
@@ -363,177 +347,6 @@ class Agreeing(DataParallel):
         """Do nothing: each rank keeps its own buffers."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An error in the form that other ranks receive."""
-
-    kind: type[Exception]
-    message: str
-    details: dict[str, Any]
-    """Attributes of the error."""
-
-    @classmethod
-    def of(cls, error: Exception) -> _Failure:
-        if isinstance(error, OverspillError):
-            return cls(type(error), str(error), vars(error))
-        return cls(OverspillError, f"{type(error).__name__}: {error}", {})
-
-    def error(self, rank: int) -> Exception:
-        error = self.kind.__new__(self.kind, f"rank {rank}: {self.message}")
-        vars(error).update(self.details)
-        return error
-
-
-@dataclass(frozen=True)
-class _Told:
-    """A message of a rank when agreement fails."""
-
-    text: str = ""
-    """Its key."""
-    shapes: str = ""
-    """The shapes in its key."""
-    failure: _Failure | None = None
-    """Its error, if it has one."""
-
-
-def _raise_first(failures: Sequence[_Failure | None]) -> None:
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise failure.error(rank)
-
-
-def _difference(rank: int, mine: _Told, other: int, its: _Told) -> str:
-    if mine.shapes == its.shapes:
-        return (
-            f"rank {rank} and rank {other} differ in the kinds of their inputs, training mode, requires_grad or "
-            "autocast of the same step, or one plans a call of which the other has a plan"
-        )
-    return (
-        f"a compiled model that is sharded needs inputs of the same shapes on all ranks: rank {rank} has "
-        f"{mine.shapes}, rank {other} has {its.shapes}; pad to one length that all ranks know (padding='max_length') "
-        "and leave partial batches out (drop_last=True), or use overspill.train_step, which takes other lengths on each"
-    )
-
-
-def _different_graphs(names: Sequence[Sequence[str]]) -> str:
-    """Return the error text for ranks whose graphs differ, given their op names."""
-    where = "the sizes of their tensors"
-    for rank, other in enumerate(names[1:], start=1):
-        for index, (first, second) in enumerate(zip_longest(names[0], other, fillvalue="missing")):
-            if first != second:
-                where = f"op {index}, which is {first} on rank 0 and {second} on rank {rank}"
-                break
-    return (
-        f"the ranks have different graphs: they differ in {where}; model, loss and options must be the same on all, "
-        "and the answers to what the model asks of values"
-    )
-
-
-def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], None]) -> None:
-    """Run `collective` on all `tensors` in one call, because each call has a cost."""
-    tensors = [tensor for tensor in tensors if tensor.numel()]
-    if len(tensors) == 1 and tensors[0].is_contiguous():
-        lent((tensors[0],), collective)
-    elif tensors:
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        lent((flat,), collective)
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
-
-
-@contextmanager
-def others_needed() -> Iterator[None]:
-    """Turn the failure of another rank during a collective in the context into a one-line error.
-
-    While AOTAutograd traces, PyTorch would call a collective's kernel with Python's lock held. The thread of gloo needs
-    that to release tensors, and has its queue locked then: both would wait for ever.
-    """
-    try:
-        with no_python_dispatcher():
-            yield
-    except RuntimeError as error:
-        raise OverspillError(
-            f"{_WAITED}: {_told_failure()}; look at the other ranks' errors, and start all again from a checkpoint"
-        ) from error
-
-
-def _told_failure() -> str:
-    """Return the reason that a failed rank has recorded, or a general one."""
-    with suppress(RuntimeError):  # the store is gone with the process that had it
-        if (store := default_store()).check([_FAILURE]) and (told := store.get(_FAILURE)):
-            return told.decode()
-    return "it has failed, has ended, or the group's timeout was over"
-
-
-def lent(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> None:
-    """Run `collective` on `tensors`, and wait until the backend has released them."""
-    started(tensors, collective)()
-
-
-def started(tensors: Sequence[Tensor], collective: Callable[..., Any]) -> Callable[[], None]:
-    """Start `collective` on `tensors`; return a function that waits until the backend has released them.
-
-    The thread of gloo holds its tensors, or views of them, for a moment after the collective is done. Until then the
-    memory cannot be freed.
-    """
-    kept = [*tensors, *(tensor.detach() for tensor in tensors)]
-    given = kept[len(tensors) :]
-    held = [*map(_holders, given)]
-    with others_needed():
-        works = [collective(*given)]
-
-    def wait() -> None:
-        with others_needed():
-            if (work := works.pop()) is not None:
-                work.wait()
-                del work
-        if given[0].device.type == "cpu":
-            for looks in range(MOST_LOOKS):  # no deadline: on a machine that stood still, the thread may come later
-                if all(now <= before for now, before in zip(map(_holders, given), held, strict=True)):
-                    break
-                time.sleep(0 if looks < MOST_LOOKS // 2 else 0.001)
-        kept.clear()
-
-    return wait
-
-
-def _holders(tensor: Tensor) -> int:
-    """Return how many references hold `tensor` and others that share its memory.
-
-    References from Python count too: a thread of gloo releases the Python object later than the tensor.
-    """
-    storage = storage_uses(tensor.untyped_storage())
-    return sys.getrefcount(tensor) + tensor_uses(tensor) + storage
-
-
-def _whole_storage(tensor: Tensor) -> Tensor:
-    """Return the storage of `tensor` as one row, `[elements]`, shared with all its views."""
-    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.detach().as_strided((elements,), (1,), 0)
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-def _spelled(key: Any) -> str:
-    """Return `key` as text that is equal on all ranks.
-
-    Numbers of devices and constants of the caller are left out.
-    """
-    if isinstance(key, torch.device):
-        return key.type
-    if isinstance(key, tuple) and not isinstance(key, torch.Size):
-        return f"({', '.join(filter(None, map(_spelled, key)))})"
-    return "" if isinstance(key, str) else str(tuple(key) if isinstance(key, torch.Size) else key)
-
-
-def _shapes(key: Any) -> str:
-    if isinstance(key, torch.Size):
-        return str(tuple(key))
-    return " ".join(filter(None, map(_shapes, key))) if isinstance(key, tuple) else ""
-
-
 def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[False] | None) -> OneProcess:
     """Return the processes that train `model`: those of `process_group`.
 
@@ -571,46 +384,3 @@ def _texts_of(node: fx.Node) -> Iterable[str]:
     elif isinstance(op, OpOverload) and op.namespace == FUNCTIONAL:
         return [value for value in node.args if isinstance(value, str)]
     return ()
-
-
-# -- compiled models inside DistributedDataParallel
-
-
-def whole_models() -> AbstractContextManager[Any]:
-    """Return a context in which Dynamo does not split a model at the buckets of DDP.
-
-    Otherwise each part would be planned without the others. The hooks of DDP get all gradients at the end of backward.
-    """
-    distributed = dist.is_available() and dist.is_initialized()
-    return dynamo_config.patch(optimize_ddp=False) if distributed else nullcontext()
-
-
-def refuse_split(module: fx.GraphModule) -> None:
-    """Raise RequestError for a part into which Dynamo has split a model."""
-    if _running() is not None and any("grapharg" not in n.meta for n in module.graph.find_nodes(op="placeholder")):
-        raise RequestError(
-            "Dynamo has split the model at the buckets of its DistributedDataParallel, and the parts cannot share a "
-            "budget; set torch._dynamo.config.optimize_ddp = False, or use overspill.compile, which does"
-        )
-
-
-def bucket_bytes() -> int:
-    """Return the bytes of the gradient buckets of the running DDP, or 0.
-
-    Even with `gradient_as_bucket_view`, gradients and buckets exist together when backward ends.
-    """
-    return sum(p.nbytes for p in reduced())
-
-
-def reduced() -> list[nn.Parameter]:
-    """Return the parameters whose gradients the running DDP averages, and of which it holds references."""
-    ddp = _running()
-    if ddp is None:
-        return []
-    own = ddp.module.named_parameters()
-    return [p for name, p in own if p.requires_grad and name not in ddp.parameters_to_ignore]
-
-
-def _running() -> DistributedDataParallel | None:
-    """Return the DistributedDataParallel whose forward is running, or None."""
-    return active_ddp() if dist.is_available() else None

@@ -46,7 +46,8 @@ from overspill.pytorch.distributed import (
 )
 from overspill.pytorch.modules import forward_hooks
 
-from .parallel import Agreeing, OneProcess, all_gather, lent, reduce_scatter, started
+from .collectives import all_gather, lent, reduce_scatter, started
+from .parallel import Agreeing, OneProcess
 from .parallel import processes_of as unsharded_processes
 
 INSTEAD = "shard it by fully_shard, by its first dimension"

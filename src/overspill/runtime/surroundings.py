@@ -18,8 +18,8 @@ from overspill.core.units import parse_bytes
 from overspill.job import Job
 from overspill.pytorch.storages import storage_key
 
+from .ddp import bucket_bytes
 from .optimizers import find_optimizers, optimizer_needs
-from .parallel import bucket_bytes
 from .step.inner_tensors import bytes_of
 
 

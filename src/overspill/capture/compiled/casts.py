@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from overspill.pytorch.dispatch import DispatchKey, call_kernel
+from overspill.pytorch.storages import is_view
 
 CAST = torch.ops.aten.to.dtype
 
@@ -84,7 +85,7 @@ class Casts:
 
     def _is_leaf(self, x: Tensor) -> bool:
         """Return whether eager caches the cast of `x`: a leaf, such as a parameter."""
-        return id(x) in self._leaves or (isinstance(x, Tensor) and x.requires_grad and x.is_leaf and not x._is_view())
+        return id(x) in self._leaves or (isinstance(x, Tensor) and x.requires_grad and x.is_leaf and not is_view(x))
 
     def _asks(self, x: Tensor, dtype: torch.dtype) -> bool:
         """Return whether autocast requests `x` in `dtype`, inside an op whose arguments it casts."""

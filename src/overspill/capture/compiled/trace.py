@@ -18,6 +18,7 @@ from overspill.core.errors import OverspillError
 from overspill.core.garbage import deep_calls
 from overspill.pytorch.aot import aot_autograd
 from overspill.pytorch.dynamo import dynamo_config, reset_dynamo
+from overspill.pytorch.storages import is_view
 
 from .casts import Casts
 from .graph import Captured, InputInfo, Surroundings, capture
@@ -120,7 +121,7 @@ def leaves_told(module: fx.GraphModule, examples: Sequence[Any], casts: Casts) -
     leaves = [
         node
         for node, example in zip(placeholders, examples, strict=True)
-        if isinstance(example, Tensor) and example.requires_grad and example.is_leaf and not example._is_view()
+        if isinstance(example, Tensor) and example.requires_grad and example.is_leaf and not is_view(example)
     ]
     with module.graph.inserting_after(placeholders[-1] if placeholders else None):
         told = module.graph.call_function(casts.begin, (leaves,))

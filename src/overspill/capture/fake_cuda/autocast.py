@@ -24,6 +24,7 @@ from overspill.pytorch.dispatch import (
     overload_name,
     schema_of,
 )
+from overspill.pytorch.storages import is_view
 
 from .fake import tensors_in
 
@@ -87,7 +88,7 @@ class _Casts:
         dtype = torch.get_autocast_dtype("cpu")
         if not _eligible(tensor) or tensor.dtype is dtype:
             return tensor
-        weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+        weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not is_view(tensor)
         if not weight or not torch.is_autocast_cache_enabled():
             return tensor.to(dtype)
         known = self._known.get(id(tensor))

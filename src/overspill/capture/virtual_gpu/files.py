@@ -20,6 +20,7 @@ from torch import nn
 
 from overspill.pytorch.dispatch import DisableTorchDispatch
 from overspill.pytorch.fake_tensors import FakeTensor, unset_fake_temporarily
+from overspill.pytorch.modules import apply_to
 from overspill.pytorch.patching import Patches
 from overspill.pytorch.storages import key_of, rebuilt_parameter, storage_key
 
@@ -154,7 +155,8 @@ def _load(load: Callable[..., Any]) -> Callable[..., Any]:
 def _moved(value: Any, on_device: set[int]) -> Any:
     """Return `value` with tensors on the storages `on_device` moved to the GPU, in containers and modules."""
     if isinstance(value, nn.Module):
-        return value._apply(lambda tensor: _moved(tensor, on_device))
+        apply_to(value, lambda tensor: _moved(tensor, on_device))
+        return value
     if isinstance(value, torch.Tensor):
         there = isinstance(value, FakeTensor) or storage_key(value) in on_device
         return value.cuda() if there else value

@@ -20,8 +20,8 @@ from overspill.pytorch.dynamo import CompileContext, compute_overlapping_tensors
 from overspill.pytorch.fake_tensors import DataDependentOutputException
 from overspill.pytorch.storages import storage_key
 from overspill.runtime.batches import kind
+from overspill.runtime.ddp import refuse_split
 from overspill.runtime.options import Options
-from overspill.runtime.parallel import refuse_split
 from overspill.runtime.step.away import Away
 
 from .dynamo_gaps import Refused, looked_at

@@ -23,10 +23,10 @@ from overspill.core.progress import shown_in_terminal, tell_terminal
 from overspill.costs import MeasuredTimes
 from overspill.policies import with_update
 from overspill.pytorch.dynamo import InternalTorchDynamoError
+from overspill.runtime.ddp import whole_models
 from overspill.runtime.hardware import gpu_named, planned_for
 from overspill.runtime.optimizers import unwrapped
 from overspill.runtime.options import Options
-from overspill.runtime.parallel import whole_models
 from overspill.runtime.transfer.tiers import Directories
 
 from .backend import backend_of

@@ -30,7 +30,8 @@ from overspill.runtime.step.parameter_state import ParameterState
 from overspill.runtime.step.residency import Spec, is_dense, readable
 from overspill.runtime.transfer.engine import TransferEngine
 
-from .loop_state import LoopState, bring_for, in_order, states
+from .loop_optimizers import in_order
+from .loop_state import LoopState, bring_for, states
 from .stored_gradient import StoredGradient
 from .traced_away import trace_what_is_away
 

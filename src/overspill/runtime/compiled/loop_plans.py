@@ -31,7 +31,8 @@ from overspill.runtime.step.from_host import move_buffers
 from overspill.runtime.step.inner_tensors import inner_tensors
 from overspill.runtime.transfer.engine import TransferEngine, first_line
 
-from .loop_state import LoopState, apart
+from .loop_optimizers import apart
+from .loop_state import LoopState
 from .sharded import Whole
 from .traced_away import trace_what_is_away
 from .weak_references import WeakReferences

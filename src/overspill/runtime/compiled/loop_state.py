@@ -21,7 +21,7 @@ from overspill.pytorch.dispatch import disable_current_modes, is_traceable_wrapp
 from overspill.pytorch.modules import PARAMETERS
 from overspill.pytorch.storages import tensor_uses
 from overspill.pytorch.trees import tree_map_only
-from overspill.runtime.parallel import reduced
+from overspill.runtime.ddp import reduced
 from overspill.runtime.reachable import tensors_in
 from overspill.runtime.step.away import GUARDS, Away, hide, show, watch
 from overspill.runtime.step.checks import check_optimizer
@@ -35,6 +35,7 @@ from overspill.runtime.step.state import StepState
 from overspill.runtime.step.updates import OptimizerUpdates
 from overspill.runtime.transfer.lanes import is_lane
 
+from .loop_optimizers import LoopUpdates, have_in_common, in_order
 from .pending_calls import PendingCalls
 from .stored_gradient import StoredGradient
 
@@ -184,30 +185,6 @@ class StepCounts:
         """Wait for them, unless this is their thread. Raises the error of one that failed."""
         if (state := self._state()) is not None and not is_lane():
             state.gate.alone(state.end_updates)
-
-
-class LoopUpdates(OptimizerUpdates):
-    """Updates by an optimizer that the user's loop has, and that goes when the loop drops it."""
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer. Raises RuntimeError if it is gone."""
-        if (found := self._optimizer()) is None:
-            raise RuntimeError("the optimizer is gone")
-        return found
-
-    @optimizer.setter
-    def optimizer(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def is_of(self, optimizer: Optimizer) -> bool:
-        """Return whether these are the updates by `optimizer`."""
-        return self._optimizer() is optimizer
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the loop still has it."""
-        return self._optimizer() is not None
 
 
 class LoopState(StepState):
@@ -615,31 +592,6 @@ class LoopState(StepState):
 def _references(parameter: Tensor) -> int:
     """Return how many references C++ holds to a parameter, besides its object's and its gradient node's."""
     return tensor_uses(parameter) - 1 - parameter.requires_grad
-
-
-def in_order(optimizer: Optimizer) -> None:
-    """Put the state of parameters in the order of these, as a step on all of them makes it."""
-    state = optimizer.state
-    wanted = {id(p): p for group in optimizer.param_groups for p in group["params"] if p in state}
-    if [id(key) for key in state][: len(wanted)] != [*wanted]:
-        found = {p: state[p] for p in wanted.values()}
-        found |= {key: value for key, value in state.items() if id(key) not in wanted}
-        state.clear()
-        state.update(found)
-
-
-def have_in_common(one: Optimizer, other: Optimizer) -> bool:
-    """Return whether two optimizers have a parameter in common."""
-    own = {id(p) for group in one.param_groups for p in group["params"]}
-    return any(id(p) in own for group in other.param_groups for p in group["params"])
-
-
-def apart(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers, of those with a parameter in common the last: an earlier one may be of a run before."""
-    found: list[Optimizer] = []
-    for optimizer in optimizers:
-        found = [other for other in found if not have_in_common(other, optimizer)] + [optimizer]
-    return found
 
 
 def states() -> list[LoopState]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from overspill.pytorch.storages import storage_key
+from overspill.pytorch.storages import is_view, storage_key
 from overspill.runtime.reachable import replace_in, tensors_in
 
 from .from_host import as_on_host
@@ -170,7 +170,7 @@ class Loan:
         for path, tensor in placed.items():
             if not _lies_in(tensor, self.given[path]):
                 self.given[path].copy_(apart.get(path, tensor))
-        views = {path for path, tensor in placed.items() if tensor._is_view()}
+        views = {path for path, tensor in placed.items() if is_view(tensor)}
         # Take the data from the tensors that were there before, which others may hold, then from the present ones.
         residents = {path: owned.resident(path) for path in self.given}
         for resident in residents.values():
