@@ -704,21 +704,28 @@ def test_a_step_that_an_error_stopped_is_not_taken_for_a_whole_one(monkeypatch: 
 
 
 class Broken(nn.Module):
-    """A model of three graphs, with a parameter that two have, and one that the code between them reads."""
+    """A model of three graphs, with a parameter that two have, and two that code before and between them reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = net(4), net(3)
         self.second[0].weight = self.first[0].weight
         self.gain = nn.Parameter(torch.full((WIDTH,), 1.5))
+        self.offset = nn.Parameter(torch.full((WIDTH,), 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = moved(x, self.offset)
         ramp = torch.arange(WIDTH) * 0.1 + torch.ones(WIDTH)
         torch._dynamo.graph_break()  # behind a graph without inputs
         x = self.first(x + ramp)
         torch._dynamo.graph_break()
         y: Tensor = self.second(Scaled.apply(x, self.gain))
         return y
+
+
+@torch.compiler.disable
+def moved(x: Tensor, offset: Tensor) -> Tensor:
+    return x + offset.square()  # which saves it
 
 
 class Scaled(torch.autograd.Function):
@@ -739,11 +746,14 @@ def test_several_graphs_and_calls_of_a_step() -> None:
         torch.manual_seed(0)
         model = Broken()
         compiled = run.begin(model, (adamw, list(model.parameters())))
-        for i in range(4):
+        for i in range(8):
             pair = compiled(batch(i)), compiled(batch(i + 9))
             loss = (pair[0] * pair[1]).square().mean()
             loss.backward()
-            run.see(loss, nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            run.see(loss)
+            if i in {1, 2, 3}:  # gradients are summed
+                continue
+            run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
             run.optimizers[0].step()
             run.moves()
             run.optimizers[0].zero_grad()

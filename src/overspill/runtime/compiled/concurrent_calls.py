@@ -37,8 +37,10 @@ class ConcurrentCalls:
         return kind in self._rooms
 
     def room(self, kind: GraphKey, kept_bytes: int) -> Room:
-        """Return the Room that a call of `kind` leaves; `kept_bytes` if it is not settled yet."""
-        return self._rooms.get(kind, Room(pending_bytes=kept_bytes))
+        """Return the Room that a call of `kind` leaves; not settled: `kept_bytes`, or what was seen beside it."""
+        if kind in self:
+            return self._rooms[kind]
+        return Room(pending_bytes=max(kept_bytes, sum(n * self._keeps[k] for k, n in self.beside(kind).items())))
 
     def plan(self, planned: Planned, problem: GraphProblem[Any]) -> None:
         """Note the plan of a training graph."""
@@ -48,12 +50,14 @@ class ConcurrentCalls:
     def beside(self, kind: GraphKey) -> Counter[GraphKey]:
         """Return the concurrent calls that a call of `kind` must leave memory for.
 
-        These are the settled ones, or otherwise those of other models seen so far.
+        These are the settled ones, or otherwise those of other models seen so far. A graph that does not train is never
+        settled; calls of its own model count as they were seen.
         """
         seen = self.pending.beside.get(kind, Counter())
         if kind in self:
             return Counter(seen)
-        return Counter({k: n for k, n in (seen | self.pending.others(None)).items() if k.part[0] != kind.part[0]})
+        of_others = {k: n for k, n in (seen | self.pending.others(None)).items() if k.part[0] != kind.part[0]}
+        return Counter(of_others) if kind in self.problems else seen | Counter(of_others)
 
     def kept_by_other_models(self, kind: GraphKey) -> int:
         """Return the bytes that calls of other models keep for backward when one of `kind` runs."""

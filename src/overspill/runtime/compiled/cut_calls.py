@@ -128,7 +128,7 @@ class CutCalls:
             state.gate.alone(lambda: state.residency.send(own, engine))
         if self not in state.latest:
             state.latest.append(self)
-        state.is_between = False
+        state.has_gone_back()
         return made
 
     def updates(self, optimizer: Optimizer) -> bool:

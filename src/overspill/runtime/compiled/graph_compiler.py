@@ -405,7 +405,7 @@ class GraphCompiler:
             state = session.loop.state
             if trains and state is not None and state.in_force:
                 if number:
-                    state.is_between = False
+                    state.has_gone_back()
                 else:
                     state.hold(args)
             if session.sharded is not None and not number and shards:

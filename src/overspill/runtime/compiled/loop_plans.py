@@ -98,6 +98,7 @@ class LoopPlans:
             move_buffers(module, state.where)
         state.enter()
         state.gate.alone(state.look)
+        state.begin_call()
         self._signature = _signature(state)
 
     def begin(self) -> bool:
@@ -113,7 +114,7 @@ class LoopPlans:
                 self._followed.follow(module.parameters())
             return True
         state.gate.alone(state.look)
-        state.note_saved()
+        state.begin_call()
         self._signature = _signature(state)  # whoever has a view of a parameter now keeps it on the device
         changed = state.stale or before != self._signature
         state.stale = False

@@ -223,6 +223,8 @@ class LoopState(StepState):
         """Whether a state dict is being made, to which the store gives what it has."""
         self.is_between = False
         """Whether a forward has run whose backward has not."""
+        self._reads_end = True
+        """Whether a backward or an update has run since the last call began."""
         self.in_use: set[str] = set()
         """Parameters that the user's code has read meanwhile, of which its own backward may need the values."""
         self.saved: set[str] = set()
@@ -354,9 +356,14 @@ class LoopState(StepState):
         """Return whether `optimizer` has any of the parameters."""
         return any(id(p) in self.names for group in optimizer.param_groups for p in group["params"])
 
+    def begin_call(self) -> None:
+        """Let what was read for a backward that has run move again, before a model's own code reads anything."""
+        if self._reads_end:
+            self.end_reads()
+            self._reads_end = False
+
     def begin(self) -> None:
         """Notice what the user has changed, before a forward."""
-        self.end_reads()
         self.was_asked = False
         if self.left and not self.reads_unseen and self.drops_gradients is not False:
             read = any(gradient.was_read for gradient in self.left)
@@ -364,8 +371,12 @@ class LoopState(StepState):
         self.latest.clear()
         self.left.clear()
         self.reads_unseen = False
-        self.saved = self._noted
+        self.saved |= self._noted
         self.look()
+
+    def has_gone_back(self) -> None:
+        """Note that the backward of the last forward has run."""
+        self.is_between, self._reads_end = False, True
 
     def leave(self, gradient: StoredGradient) -> None:
         """Leave a gradient that an update has used to the loop, and look from now on whether it reads it."""
@@ -373,11 +384,13 @@ class LoopState(StepState):
         self.left.append(gradient)
 
     def notice_saved(self) -> None:
-        """Notice which parameters the user's code between two graphs of a step has saved, before C++ has the second's.
+        """Notice which parameters the user's code has saved before a graph of a step, before C++ has the graph's.
 
         A Function saves what it has read without gradients.
         """
-        if self.in_force and self.is_between:
+        if self.in_force and not self.is_between:
+            self.note_saved()
+        elif self.in_force:
             there = [name for name, p in self.parameters.items() if name not in self.kept and not isinstance(p, Away)]
             self.in_use |= self._saved_of(there)
 
@@ -417,6 +430,7 @@ class LoopState(StepState):
             self.stale = True
         self.in_use.clear()
         self.saved = set()
+        self._reads_end = True
         self.kept &= self.waiting().difference(updated)
 
     def waiting(self) -> set[str]:
