@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.runtime.compiled.test_whole_budget import OPTIMIZERS, Run, begin, compare, loss_of
+from tests.turns import by_turns
 from torch import nn
 
 import overspill
@@ -31,8 +32,7 @@ def updates_on_host(run: Run) -> None:
         assert run.session.plans[-1].schedule.counts[Verb.RUN_ON_HOST] == 12
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(("name", "clips"), by_turns(OPTIMIZERS, [False, True]))
 def test_an_optimizer(name: str, clips: bool) -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run, OPTIMIZERS[name])

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.runtime.compiled.either_way import WAYS, Net, assert_same, batch, either_way, made, same_gradients, train
+from tests.turns import by_turns, rest_long
 from torch import Tensor, nn
 
 import overspill
@@ -26,6 +27,10 @@ pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 
 
 # -- a budget that is too small
+
+
+by_our_name = pytest.mark.parametrize("compiled_by", rest_long(WAYS.values(), [WAYS["overspill.compile"]]), ids=WAYS)
+"""By both names in the long suite."""
 
 
 @either_way
@@ -78,8 +83,13 @@ def saved(model: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@either_way
-@pytest.mark.parametrize("copied", [copy.deepcopy, pytest.param(pickled, marks=pytest.mark.long), saved])
+@pytest.mark.parametrize(
+    ("compiled_by", "copied"),
+    [
+        *by_turns(WAYS.values(), [copy.deepcopy, saved]),
+        *(pytest.param(way, pickled, marks=pytest.mark.long) for way in WAYS.values()),
+    ],
+)
 def test_a_copy_trains_by_itself_with_the_same_numbers(compiled_by: Any, copied: Any) -> None:
     plain = made()
     compiled = compiled_by(made())
@@ -153,7 +163,7 @@ def test_a_plain_models_state_dict_may_be_loaded_into_a_compiled_one_wherever_th
     assert train(compiled) == train(plain)
 
 
-@either_way
+@by_our_name
 def test_modes_names_and_conversions_are_those_of_the_plain_model(compiled_by: Any) -> None:
     plain, model = made(), made()
     compiled = compiled_by(model)
@@ -226,7 +236,7 @@ def exponential(average: Tensor, parameter: Tensor, _number: Any) -> Tensor:
     return 0.9 * average + 0.1 * parameter
 
 
-@either_way
+@by_our_name
 def test_averages_of_a_compiled_model_are_those_of_the_plain_one(compiled_by: Any) -> None:
     results = []
     for call in (made(), compiled_by(made())):

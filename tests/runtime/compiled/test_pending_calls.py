@@ -177,7 +177,6 @@ SAID = "ignore:this step calls a model"
 @pytest.mark.parametrize(
     ("pattern", "budget"),
     [
-        (siamese, "smallest"),
         (different_shapes, 0.7),
         *(pytest.param(p, b, marks=pytest.mark.long) for p in PATTERNS for b in ("smallest", 0.7, "1500KiB")),
     ],
