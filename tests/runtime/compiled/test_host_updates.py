@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.compiled.test_whole_budget import OPTIMIZERS, Run, begin, compare, loss_of
+from tests.runtime.compiled.whole_budget_loops import OPTIMIZERS, Run, begin, compare, loss_of
 from tests.turns import by_turns
 from torch import nn
 
