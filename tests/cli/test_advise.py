@@ -7,10 +7,10 @@ from tests.cli.commands import Overspill
 
 KEYS = {
     "model", "batch", "optimizer", "dtype", "gpus", "gpu", "capacity_bytes", "minimum_capacity_bytes", "total_bytes", "fits",
-    "changes", "left_out", "seconds",
+    "step_seconds", "unsimulated", "changes", "left_out", "seconds",
 }  # fmt: skip
 CHANGE = {
-    "what", "cost", "price", "minimum_capacity_bytes", "total_bytes", "fits", "step_seconds", "slowdown", "gpus", "host_bytes",
+    "what", "cost", "price", "minimum_capacity_bytes", "total_bytes", "fits", "step_seconds", "unsimulated", "slowdown", "gpus", "host_bytes",
     "budget_bytes", "trainer", "python", "before",
 }  # fmt: skip
 

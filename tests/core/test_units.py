@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overspill.core.errors import RequestError
-from overspill.core.units import format_bytes, format_seconds, is_share, parse_bytes
+from overspill.core.units import format_bytes, format_seconds, is_share, parse_bytes, size_between
 
 
 @pytest.mark.parametrize(
@@ -107,3 +107,18 @@ def test_a_size_is_written_in_binary_units_with_one_decimal(nbytes: int, text: s
 )
 def test_a_time_is_written_in_the_unit_that_suits_it(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "text"),
+    [
+        (5 << 20, (5 << 20) + 7, "5MiB"),
+        (11_960_000, 11_973_793, "11.41MiB"),
+        (11_973_000, 11_973_793, "11.419MiB"),
+        (11_973_793, 11_973_793, "11973793B"),
+        (1000, 2000, "2000B"),
+    ],
+)
+def test_a_size_between_two_is_as_short_as_it_can_be(least: int, most: int, text: str) -> None:
+    assert size_between(least, most) == text
+    assert least <= parse_bytes(text) <= most

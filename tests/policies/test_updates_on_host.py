@@ -18,7 +18,7 @@ from overspill.planning.floor import floor_of
 from overspill.planning.on_host import updates_of, without
 from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import make_plan, unmanaged_peak
-from overspill.policies import with_update, with_updates
+from overspill.policies import with_update, with_updates, without_update
 from overspill.policies.auto import Auto
 from overspill.simulate import check, simulate, trace_of
 
@@ -146,6 +146,9 @@ def test_a_step_whose_updates_cannot_be_planned_on_the_host_is_refused_by_name(
 def test_where_updates_run_is_a_parameter_of_auto_alone() -> None:
     assert str(with_update("auto", "host")) == "auto:update=host"
     assert [*map(str, with_updates(("liveness", "auto"), "auto"))] == ["liveness", "auto:update=auto"]
+    assert without_update("auto:update=auto") == ("auto", "auto")
+    assert without_update("auto:memory,update=host,x=1") == ("auto:memory,x=1", "host")
+    assert without_update("window:window=1GiB") == ("window:window=1GiB", "")
     for refused in (lambda: with_update("liveness", "host"), lambda: with_updates(("liveness",), "host")):
         with pytest.raises(RequestError, match="policy auto"):
             refused()

@@ -1,8 +1,8 @@
-"""FLOPs of ops, by torch's formulas."""
+"""FLOPs of ops, by torch's formulas, and the bytes that they move."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,17 @@ def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     if "scaled_dot_product" in op.__name__:
         args = _with_all_heads(args)
     return int(flop_registry[op](*args, **kwargs, out_val=result))
+
+
+def flops_of_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Return the FLOPs of an op's overload; 0 for ops without a formula, which are memory-bound."""
+    op = getattr(func, "overloadpacket", None)
+    return flops_of(op, args, kwargs, result) if op in flop_registry else 0
+
+
+def moved_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of `tensors`, which an op reads or writes: each view, at most its storage."""
+    return sum(min(t.numel() * t.element_size(), int(t.untyped_storage().nbytes())) for t in tensors)
 
 
 def _with_all_heads(args: Sequence[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from fractions import Fraction
 from math import floor
 
@@ -65,6 +66,15 @@ def format_bytes(nbytes: float) -> str:
         if size < 1023.95:
             return f"{sign}{_one_decimal(size)} {unit}"
     return f"{sign}{_one_decimal(size / 2**10)} TiB"
+
+
+def size_between(least: int, most: int) -> str:
+    """Return the shortest size in MiB, with up to three decimals, from `least` to `most` bytes; `most` if none is."""
+    for digits in range(4):
+        text = f"{Decimal(most * 10**digits >> 20).scaleb(-digits)}MiB"
+        if most >= 2**20 and parse_bytes(text) >= least:
+            return text
+    return f"{most}B"
 
 
 def _one_decimal(size: float) -> str:

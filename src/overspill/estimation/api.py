@@ -24,7 +24,7 @@ from overspill.placement.allocators.registry import allocator_type
 
 from .advice import Retrace
 from .estimate import Estimate
-from .programs import ITERATIONS, program_of
+from .programs import ITERATIONS, program_of, recorded
 from .scaling import Scaling
 
 DEFAULT_DEVICE = "a100-80gb"
@@ -214,9 +214,7 @@ def _needing_most(
     For a pipeline, also return the peaks of requested bytes by stage, for the stages that may need most.
     """
     recordings = {
-        0 if one.parallel is None else one.parallel.stage: record(
-            program_of(one, iterations=iterations), capability=setting.capability, lines=lines
-        )
+        0 if one.parallel is None else one.parallel.stage: recorded(one, setting.capability, iterations, lines=lines)
         for one in job.stages()
     }
     peaks = {stage: found.peak_requested_bytes for stage, found in recordings.items()}

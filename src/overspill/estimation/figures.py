@@ -24,6 +24,7 @@ from .demand import Demand, demand_of, served, survives
 from .engine_samples import EngineSamples, interval
 from .peak import CATEGORIES, Peak, peak_of
 from .scaling import Scaling
+from .step_time import step_seconds
 from .unspecified import LOADING, Unspecified, unspecified
 
 
@@ -89,6 +90,24 @@ class Figures:
     def peak_reserved_bytes(self) -> int:
         """The most bytes that the allocator had reserved, cache included."""
         return self.replayed.peak_reserved_bytes
+
+    # Time
+
+    @property
+    def unsimulated(self) -> str:
+        """What of a step has no simulated time here; empty if all has."""
+        if self.framework != "pytorch":
+            return f"ops of {self.framework}"
+        if self.parallel is not None:
+            return "collectives; `overspill plan --parallel` simulates them"
+        return "the update on the host" if self.recording.host_bytes else ""
+
+    def step_seconds(self, repeats: float = 1.0) -> float | None:
+        """Return the simulated seconds of a step, or None if part of it is `unsimulated`.
+
+        Forward and backward run `repeats` times as often as recorded.
+        """
+        return None if self.unsimulated else step_seconds(self.recording, self.device, repeats)
 
     # Outside the allocator
 

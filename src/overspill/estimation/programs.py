@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from overspill.capture.recording.recorder import Recorder
+from overspill.capture.recording.recording import Recording
+from overspill.capture.recording.repeated import repeated
+from overspill.capture.virtual_gpu.record import record
 from overspill.capture.virtual_gpu.values.real_values import forget
 from overspill.core.errors import RequestError
 from overspill.job import Job
@@ -37,14 +40,24 @@ ITERATIONS = 3  # optimizer state appears in the first step, gradients of the la
 Program = Callable[[Recorder], None]
 
 
-def program_of(job: Job, *, iterations: int = ITERATIONS, compiled: bool = False) -> Program:
+def program_of(job: Job, *, iterations: int = ITERATIONS, compiled: bool = False, marks_end: bool = False) -> Program:
     """Return the loop that trains a job, or only runs it.
 
-    With `compiled`, its step runs as under `torch.compile`.
+    With `compiled`, its step runs as under `torch.compile`. With `marks_end`, training begins a last, empty step.
     """
-    return surroundings(
-        (_training if job.trains else _inference)(_Loop(job), iterations=iterations, compiled=compiled), job
-    )
+    if job.trains:
+        return surroundings(_training(_Loop(job), iterations=iterations, compiled=compiled, marks_end=marks_end), job)
+    return surroundings(_inference(_Loop(job), iterations=iterations, compiled=compiled), job)
+
+
+def recorded(job: Job, capability: tuple[int, int], iterations: int, *, lines: bool) -> Recording:
+    """Return the recording of a job; its third step is the second one again where it is known to repeat it."""
+    by_name = job.optimizer is None or isinstance(job.optimizer, str)
+    if job.trains and by_name and iterations == ITERATIONS and (job.parallel is None or job.parallel.kind != "pp"):
+        two = record(program_of(job, iterations=2, marks_end=True), capability=capability, lines=lines)
+        if (found := repeated(two)) is not None:
+            return found
+    return record(program_of(job, iterations=iterations), capability=capability, lines=lines)
 
 
 class _Loop:
@@ -110,7 +123,7 @@ class _Reached(Exception):
         self.value = value
 
 
-def _training(loop: _Loop, *, iterations: int, compiled: bool) -> Program:
+def _training(loop: _Loop, *, iterations: int, compiled: bool, marks_end: bool) -> Program:
     """Return the loop of `zero_grad`, forward, loss, backward and `step`, with the job's settings.
 
     `amp` is `torch.autocast` in float16 with a GradScaler. With `compiled`, `torch.compile` has compiled the loss.
@@ -141,6 +154,8 @@ def _training(loop: _Loop, *, iterations: int, compiled: bool) -> Program:
         for _ in range(iterations):
             recorder.start_iteration()
             next(steps)
+        if marks_end:
+            recorder.start_iteration()
 
     return program
 

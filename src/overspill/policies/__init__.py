@@ -73,6 +73,15 @@ def with_updates(policies: Iterable[str | Policy], update: str) -> tuple[str | P
     return tuple(with_update(one, update) if its else one for one, its in zip(found, has, strict=True))
 
 
+def without_update(policy: str) -> tuple[str, str]:
+    """Return the text of a policy without its parameter `update`, and that parameter's value, empty if not given."""
+    name, _, text = policy.partition(":")
+    parts = text.split(",") if text else []
+    update = next((part.removeprefix("update=") for part in parts if part.startswith("update=")), "")
+    rest = ",".join(part for part in parts if not part.startswith("update="))
+    return (f"{name}:{rest}" if rest else name), update
+
+
 def policies_in(text: str) -> tuple[str, ...]:
     """Return the policies in `A,B:P=V,Q,C`, each once.
 

@@ -38,6 +38,8 @@ def advise_answer(
         "minimum_capacity_bytes": made.minimum_capacity_bytes,
         "total_bytes": made.total_bytes,
         "fits": made.fits(),
+        "step_seconds": made.step_seconds(),
+        "unsimulated": made.unsimulated,
         "changes": [advice_answer(advice) for advice in found],
         "left_out": dict(left_out),
         "seconds": seconds,
@@ -50,7 +52,7 @@ def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_
     `left_out` maps each change that was tried without success to the reason.
     """
     found = [sized(advice, made.device.memory_bytes) for advice in found]
-    as_it_is = ("as it is", made.minimum_capacity_bytes, made.total_bytes, made.fits(), None, None)
+    as_it_is = ("as it is", made.minimum_capacity_bytes, made.total_bytes, made.fits(), made.step_seconds(), None)
     explained = (
         "Needs: the smallest memory that the job survives on. Takes: what it has of a large one, with what PyTorch's "
         "allocator keeps. Both are estimates, and steps are simulated."

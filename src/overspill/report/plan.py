@@ -10,11 +10,11 @@ from typing import Any
 from overspill.capture.compiled.whole_step import NORM
 from overspill.core import OF_OPS, Graph, Instruction, Tensor, TensorKind, Timeline, Verb
 from overspill.core.errors import InfeasibleBudgetError
-from overspill.core.units import format_apart, format_bytes, format_seconds
+from overspill.core.units import format_apart, format_bytes, format_seconds, size_between
 from overspill.placement.allocators.planned import CALLED, LIVE
 from overspill.placement.place import Placed, place_plan
 from overspill.plans.plan import Plan
-from overspill.policies import POLICIES, policy_named
+from overspill.policies import POLICIES, policy_named, without_update
 from overspill.policies.auto import Auto
 from overspill.runtime.transfer.stores import store_bytes
 from overspill.simulate import check
@@ -76,13 +76,14 @@ def _is_needed(plan: Plan) -> bool:
 
 def in_python(plan: Plan, *, inductor: bool) -> tuple[PasteLine, ...]:
     """Return the lines of Python that train so."""
-    rounded = plan.asked_bytes >> 20
-    size = f"{rounded}MiB" if plan.needed_bytes <= rounded << 20 else f"{plan.asked_bytes}B"
-    policy = plan.schedule.policy
-    others = ("" if policy == Auto.name else f', policy="{policy}"') + (', backend="inductor"' if inductor else "")
+    size = size_between(plan.needed_bytes, plan.asked_bytes)
+    policy, update = without_update(plan.schedule.policy)
+    others = "" if policy == Auto.name else f', policy="{policy}"'
+    others += f', update="{update}"' * bool(update) + ', backend="inductor"' * inductor
     if plan.tiers is not None:
         store = "host+disk" if plan.device.kind == "cpu" else "pinned+disk"
-        others += f', store="{store}", host_budget="{plan.tiers.host_budget_bytes}B"'
+        host = size_between(plan.tiers.host_peak_bytes, plan.tiers.host_budget_bytes)
+        others += f', store="{store}", host_budget="{host}"'
     if plan.model_on_host:
         others += ', device="cuda"'
     lines = [PasteLine(CALLED, "First of all, before CUDA is used:")] if plan.pool == LIVE else []

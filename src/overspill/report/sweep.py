@@ -103,8 +103,10 @@ def sweep_verdict(sweep: Sweep) -> Verdict:
     fitting = [point for point in sweep.points if sweep.fits(point)]
     unmanaged = sweep.unmanaged_bytes
     of_card = sweep.unmanaged_device_bytes is not None
+    whole = sweep.whole_bytes or unmanaged
+    worst = "" if whole == unmanaged else f"; {format_bytes(whole)}, the budget of 100 %, in the worst case"
     figures = [
-        Figure("unmanaged", format_bytes(unmanaged), "the card that it needs" if of_card else "live bytes"),
+        Figure("unmanaged", format_bytes(unmanaged), f"the card that it needs{worst}" if of_card else "live bytes"),
         Figure(
             "smallest budget", format_bytes(least.budget_bytes), f"{share_up(least.budget_bytes / unmanaged)} of that"
         ),

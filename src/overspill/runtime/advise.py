@@ -151,7 +151,7 @@ def _as_advice(plan: Plan, what: str) -> Advice:
     needed = plan.device_bytes
     return replace(
         _ours(what, cost, needed, plan.asked_bytes, fits=True, on_host=plan.model_on_host, live=plan.pool == LIVE),
-        step_seconds=plan.step_seconds, slowdown=plan.slowdown, host_bytes=store_bytes(plan) or None,
+        step_seconds=plan.step_seconds, unsimulated="", slowdown=plan.slowdown, host_bytes=store_bytes(plan) or None,
     )  # fmt: skip
 
 
@@ -172,5 +172,5 @@ def _ours(
     return Advice(
         f"{title} in {CALLED}" if live else title, cost, Price.TIME, needed, needed, fits=fits,
         budget_bytes=budget_bytes, trainer=CALLBACK if what == COMPILED and not on_host else "", python=python,
-        before=CALLED if live else "",
+        before=CALLED if live else "", unsimulated="no plan fits",
     )  # fmt: skip

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
-from overspill.capture.flops import flops_of
+from overspill.capture.flops import flops_of_call, moved_bytes
 from overspill.capture.layers import LayerNames, op_name
 from overspill.capture.programs.checkpoints import checkpoint_of
 from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
@@ -407,13 +406,18 @@ class CaptureOfStep:
             self._add_op(
                 CLIP, "", LayerType.UPDATE, Phase.UPDATE, clipped, (), workspace_bytes=nbytes, moved_bytes=moved
             )
-        # Then the optimizer updates parameters and its state.
+        # Then the optimizer updates parameters and its state. Frozen parameters count too, but are not read.
         owned = tuple(
             t.id for t in self.tensors if t.kind in (TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE) and t.persistent
         )
+        trained = set(self._ids({key for primal in self.joint.gradients for key in storages(primal)}))
+        changed = (self.tensors[t] for t in owned)
+        moved = sum(self.tensors[t].nbytes for t in kept or gradients) + 2 * sum(
+            t.nbytes for t in changed if t.id in trained or t.kind is TensorKind.OPTIMIZER_STATE
+        )
         self._add_op(
             UPDATE, "", LayerType.UPDATE, Phase.UPDATE, tuple(dict.fromkeys((*owned, *(kept or gradients)))), owned,
-            workspace_bytes=self.surroundings.update_bytes,
+            workspace_bytes=self.surroundings.update_bytes, moved_bytes=moved,
         )  # fmt: skip
 
 
@@ -429,20 +433,12 @@ def lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _flops(node: fx.Node) -> int:
-    """Return the FLOPs of a node; 0 for ops without a formula, which are memory-bound."""
-    op = getattr(node.target, "overloadpacket", None)
-    if op not in flop_registry:
-        return 0
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    return flops_of(op, args, kwargs, node.meta["val"])
+    return flops_of_call(node.target, args, kwargs, node.meta["val"])
 
 
 def _moved_bytes(node: fx.Node) -> int:
-    """Return the bytes that a node reads and writes: each tensor's view, at most its storage."""
     if node.target is torch.ops.aten.empty.memory_format:
         return 0
-    total = 0
-    for value in tree_leaves([n.meta.get("val") for n in node.all_input_nodes] + [node.meta.get("val")]):
-        if isinstance(value, torch.Tensor):
-            total += min(value.numel() * value.element_size(), int(value.untyped_storage().nbytes()))
-    return total
+    values = tree_leaves([n.meta.get("val") for n in node.all_input_nodes] + [node.meta.get("val")])
+    return moved_bytes(value for value in values if isinstance(value, torch.Tensor))

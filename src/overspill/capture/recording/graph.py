@@ -23,7 +23,7 @@ def graph_of(recording: Recording, name: str, *, iteration: int | None = None) -
     # Ops of the iteration, and the storages that they touch.
     begin = recording.starts[iteration]
     end = recording.starts[iteration + 1] if iteration + 1 < recording.iterations else recording.events
-    steps = [op for op in recording.ops if op.iteration == iteration and (op.reads or op.writes)]
+    steps = [op for op in recording.ops if op.iteration == iteration and op.writes]  # views are no ops
     # A construction that runs before the first iteration is counted to it, but is not part of a step.
     steps = [op for op in steps if all(recording.allocations[w].end > begin for w in op.writes)]
     touched = sorted({position for op in steps for position in (*op.reads, *op.writes)})
@@ -35,7 +35,8 @@ def graph_of(recording: Recording, name: str, *, iteration: int | None = None) -
         before = allocation.start < begin
         tensors.append(
             Tensor(
-                i, allocation.nbytes, allocation.kind, allocation.name, (allocation.nbytes,), "uint8",
+                i, allocation.nbytes, allocation.kind, allocation.name, allocation.shape or (allocation.nbytes,),
+                allocation.dtype or "uint8",
                 persistent=before, movable=not before and allocation.end < end,
             )
         )  # fmt: skip
@@ -43,7 +44,8 @@ def graph_of(recording: Recording, name: str, *, iteration: int | None = None) -
         Op(
             i, op.name, op.layer, LayerType.UPDATE if op.phase is Phase.UPDATE else layer_type_of(op.name), op.phase,
             tuple(ids[p] for p in op.reads), tuple(ids[p] for p in op.writes),
-            moved_bytes=sum(recording.allocations[p].nbytes for p in (*op.reads, *op.writes)),
+            flops=op.flops,
+            moved_bytes=op.moved_bytes or sum(recording.allocations[p].nbytes for p in (*op.reads, *op.writes)),
             frames=(op.frame,) if op.frame >= 0 else (),
         )
         for i, op in enumerate(steps)

@@ -50,6 +50,9 @@ class RecordedOp:
     """Positions of allocations."""
     frame: int = -1
     """The position of its line in the recording's `frames`; -1 for none."""
+    flops: int = 0
+    moved_bytes: int = 0
+    """Bytes that it reads and writes; 0 for a view, which has no writes either, and where they are not known."""
 
 
 @dataclass(frozen=True)

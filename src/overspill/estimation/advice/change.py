@@ -44,7 +44,9 @@ class Advice:
     """The bytes that the changed job takes, by its estimate."""
     fits: bool | None = None
     step_seconds: float | None = None
-    """Simulated seconds of a step, for Overspill's own plans alone."""
+    """Simulated seconds of a step; None where `unsimulated` says why."""
+    unsimulated: str = ""
+    """What of a step has no simulated time; empty if all has."""
     slowdown: float | None = None
     """The step time relative to the unmanaged step, for Overspill's own plans alone."""
     gpus: int = 1

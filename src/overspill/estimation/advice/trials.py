@@ -48,7 +48,8 @@ def advice(
     Each is tried; the last ones are combinations. Where the job surely fits unchanged, only changes that cost neither
     results nor hardware are tried. `planner` plans the job within the device by Overspill; without it that advice has
     no figures. `progress` is called with the current task. `vain` is called with each change that did not help, and the
-    reason. With `quick`, a fixed number of changes is tried, which takes a few seconds, and more GPUs are not tried.
+    reason. With `quick`, a fixed number of changes is tried, which takes a few seconds. More GPUs are tried only
+    without it, and where no change with the same results suffices.
     """
     yield from _Trials(estimate, progress or _nobody, vain or _nobody, quick).run(planner)
 
@@ -86,6 +87,7 @@ class _Trials:
         yield from self._segments()
         retrace = self.estimate.retrace
         options = [] if retrace is None else list(changes(self.estimate, retrace.job))
+        fits_here = False
         for price in Price:
             if self.sure and price > Price.TIME:
                 return
@@ -97,7 +99,10 @@ class _Trials:
             yield from self._alone([change for change in options if change.price is price])
             if price in (Price.TIME, Price.RESULTS) and retrace is not None and not self.solved:
                 yield from self._together(price)
-        yield from self._more_gpus()
+            if price is Price.TIME:
+                fits_here = self.solved  # with the same results
+        if not fits_here:
+            yield from self._more_gpus()
         yield from self._another_gpu()
 
     # One change
@@ -116,7 +121,10 @@ class _Trials:
                 f"nothing: faster. Each tenth of the tokens that is padding takes {format_bytes(tenth)}; give "
                 "--seq-len the mean length"
             )
-            yield Advice("sequences packed without padding, if texts differ in length", cost, Price.NOTHING)
+            yield Advice(
+                "sequences packed without padding, if texts differ in length", cost, Price.NOTHING,
+                unsimulated="the share of padding is not known",
+            )  # fmt: skip
 
     def _segments(self) -> Iterator[Advice]:
         """Yield the advice to use PyTorch's expandable segments, if they leave less fragmentation."""
@@ -167,8 +175,13 @@ class _Trials:
         )  # fmt: skip
         return (_expanding(changed) or changed) if expandable else changed
 
-    def _advice(self, changed: Figures, what: str, cost: str, price: Price, trainer: str = "") -> Advice | None:
-        """Return `changed` as advice, if the job needs less with it."""
+    def _advice(
+        self, changed: Figures, what: str, cost: str, price: Price, trainer: str = "", repeats: float = 1.0
+    ) -> Advice | None:
+        """Return `changed` as advice, if the job needs less with it.
+
+        It has `repeats` times the micro-batches that were recorded.
+        """
         needed = changed.minimum_capacity_bytes
         if needed > (1 - _LEAST_SAVING) * self.estimate.minimum_capacity_bytes and (self.fits or not changed.fits()):
             self.vain(what, _LITTLE)
@@ -177,8 +190,9 @@ class _Trials:
         self.solved |= changed.fits()
         host = changed.recording.host_bytes or None
         return Advice(
-            what, cost, price, needed, changed.total_bytes, changed.fits(), gpus=gpus, host_bytes=host, trainer=trainer
-        )
+            what, cost, price, needed, changed.total_bytes, changed.fits(), changed.step_seconds(repeats),
+            changed.unsimulated, gpus=gpus, host_bytes=host, trainer=trainer,
+        )  # fmt: skip
 
     def _updates_little(self) -> bool:
         """Return whether no other update of the weights saves enough to count: known without a trial, as with LoRA."""
@@ -207,7 +221,10 @@ class _Trials:
             assert scaling is not None
             needed = scaling.minimum_capacity_bytes(largest, self.estimate.outside_bytes)
             over = "" if retrace is not None else f", accumulating gradients over {-(-batch // largest)} of them"
-            yield Advice(f"batch {largest} instead of {batch}{over}", "more steps", Price.TIME, needed, fits=True)
+            yield Advice(
+                f"batch {largest} instead of {batch}{over}", "more steps", Price.TIME, needed, fits=True,
+                unsimulated="a batch that was not traced",
+            )  # fmt: skip
             return
         cost = "the same gradients; many small micro-batches take longer"
         if averages_over_batch(self.estimate):
@@ -220,7 +237,7 @@ class _Trials:
             trainer = f"per_device_train_batch_size={micro}, gradient_accumulation_steps={parts}"
             # Two micro-batches have all that more have: the first meets no gradients, the second does.
             changed = self._changed(micro, partial(replace, accumulate=2), what)
-            found = None if changed is None else self._advice(changed, what, cost, Price.TIME, trainer)
+            found = None if changed is None else self._advice(changed, what, cost, Price.TIME, trainer, parts / 2)
             if found is not None and found.fits:
                 yield found
                 return
@@ -254,7 +271,10 @@ class _Trials:
                 return
             cost = f"up to {format_bytes(saved)} can leave the device or be recomputed"
         cost = f"time, by `overspill plan`; the same numbers: {cost}"
-        yield Advice(COMPILED, cost, Price.TIME, trainer=CALLBACK, python=f"model = {COMPILED}")
+        unsimulated = "`overspill plan` simulates it"
+        yield Advice(
+            COMPILED, cost, Price.TIME, unsimulated=unsimulated, trainer=CALLBACK, python=f"model = {COMPILED}"
+        )
 
     def _together(self, price: Price) -> Iterator[Advice]:
         """Yield the cheapest changes together, as many as the job needs.
@@ -311,7 +331,9 @@ class _Trials:
         price = max((change.price for change in chosen), default=Price.TIME)
         arguments = [change.trainer for change in chosen]
         trainer = ", ".join(arguments) if all(arguments) and split == 1 and not self.expandable else ""
-        found = None if changed is None else self._advice(changed, what, "that of each", price, trainer)
+        parts = split * (1 if self.estimate.retrace is None else self.estimate.retrace.job.accumulate)
+        repeats = parts / 2 if split > 1 else 1.0
+        found = None if changed is None else self._advice(changed, what, "that of each", price, trainer, repeats)
         if found is not None and not found.fits:
             self.vain(what, _NOT_ENOUGH)
             return None
@@ -346,8 +368,9 @@ class _Trials:
         how = "FSDP (ZeRO-3)" if kind == "fsdp" else "DistributedDataParallel"
         if self.quick:
             return Advice(
-                f"{how} over {gpus} GPUs or more", "that hardware; `overspill advise` tries it", Price.HARDWARE
-            )
+                f"{how} over {gpus} GPUs or more", "that hardware; `overspill advise` tries it", Price.HARDWARE,
+                unsimulated="collectives",
+            )  # fmt: skip
         # Double them until it fits.
         for _ in range(_GPUS_TRIED):
             if gpus > MOST_GPUS:
@@ -373,8 +396,8 @@ class _Trials:
         on = self.estimate.on(fitting[0])
         several = f"another GPU: {', '.join(fitting[:6])}{' and more' if len(fitting) > 6 else ''}"
         yield Advice(
-            several, "another card", Price.HARDWARE, on.minimum_capacity_bytes, on.total_bytes, fits=True,
-            gpus=1 if on.parallel is None else on.parallel.gpus,
+            several, "another card", Price.HARDWARE, on.minimum_capacity_bytes, on.total_bytes, True, on.step_seconds(),
+            on.unsimulated, gpus=1 if on.parallel is None else on.parallel.gpus,
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from typing import Generic
 
 from overspill.capture.compiled.cut_step import CapturedCutStep
 from overspill.capture.compiled.graph import Captured
-from overspill.core import Graph, Phase
+from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.plans.account import Account
@@ -175,16 +175,7 @@ class _Refusals:
 
 
 def _compared(usual: Graph, plan: Plan, times: MeasuredTimes | None) -> Plan:
-    """Return `plan` with the figures of an unmanaged step of `usual`, whose update takes as long as the plan's.
-
-    The usual capture has the update as one op that only takes memory; with weights that move, each has its own.
-    """
+    """Return `plan` with the figures of an unmanaged step of `usual`."""
     plain = Liveness().plan(usual, plan.device)
-    each = op_seconds(usual, plan.device, times)
-    longer = _updating(plan.graph, plan.op_seconds) - _updating(usual, each)
-    seconds = simulate(usual, plain, plan.device, each).step_seconds + max(longer, 0.0)
+    seconds = simulate(usual, plain, plan.device, op_seconds(usual, plan.device, times)).step_seconds
     return replace(plan, unmanaged_peak_bytes=check(usual, plain).peak_bytes, usual_seconds=seconds)
-
-
-def _updating(graph: Graph, seconds: Iterable[float]) -> float:
-    return sum(time for op, time in zip(graph.ops, seconds, strict=True) if op.phase is Phase.UPDATE)
