@@ -51,6 +51,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "upcast": {"lora": 4, "quantize": "4bit", "dtype": "bfloat16", "upcast": False},
     "shift_logits": {"model": CAUSAL, "shift_logits": True},
     "loss_chunks": {"model": CAUSAL, "loss_chunks": 4},
+    "objective": {"model": CAUSAL, "objective": "dpo"},
     "keep_outputs": {"keep_outputs": True},
     "offload_optimizer": {"offload_optimizer": True},
     "cudnn_benchmark": {"model": IMAGES, "cudnn_benchmark": True},
@@ -89,7 +90,7 @@ GOES_WITH = {"upcast": "quantize"}
 ALIKE = {"lora_targets", "lora_dropout", "shift_logits", "upcast", "quantize", "attention"}
 """What every command has from the same `prepare` as other fields."""
 
-PREPARED = {"model", "checkpointing", "reentrant", "lora", "loss_chunks", "dtype"}
+PREPARED = {"model", "checkpointing", "reentrant", "lora", "loss_chunks", "objective", "dtype"}
 """What `prepare` makes of the model; that `plan` takes such a model is seen by `channels_last`."""
 
 

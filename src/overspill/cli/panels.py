@@ -17,7 +17,7 @@ PANELS: Mapping[str, str] = {
     "Scripts, inference, other frameworks": "script iterations time-limit allow-writes inference generate mxnet "
     "tensorflow onnx input",
     "Training": "steps accumulate clip-norm clip-value set-to-none checkpointing reentrant attention channels-last "
-    "shift-logits loss-chunks keep-outputs offload-optimizer cudnn-benchmark check checksum",
+    "shift-logits loss-chunks objective keep-outputs offload-optimizer cudnn-benchmark check checksum",
     "Fine-tuning": "lora lora-targets lora-dropout quantize upcast",
     "Several GPUs": "gpus parallel param-dtype reduce-dtype cpu-offload micro-batches",
     "Device": "gpu device torch cuda allocator allocator-config store store-dir",

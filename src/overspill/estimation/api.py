@@ -94,6 +94,7 @@ def estimate(
     upcast: bool | None = None,
     shift_logits: bool | None = None,
     loss_chunks: int | None = None,
+    objective: str | None = None,
     keep_outputs: bool | None = None,
     offload_optimizer: bool = False,
     cudnn_benchmark: bool = False,
@@ -142,6 +143,8 @@ def estimate(
             not.
         loss_chunks: Output layer and loss of such a model run in so many chunks of tokens, each recomputed in
             backward.
+        objective: `dpo`, whose samples are pairs of texts, or `grpo`: a causal model of transformers is trained against
+            a frozen copy of it, or with `lora` against itself without adapters.
         keep_outputs: Whether a step's outputs live until the next ones exist. None: they do not.
         offload_optimizer: Whether the optimizer's state is on the host.
         cudnn_benchmark: Whether cuDNN benchmarks its engines.
@@ -168,8 +171,9 @@ def estimate(
         set_to_none=set_to_none, parallel=parallel, checkpointing=checkpointing, reentrant=reentrant,
         attention=attention,
         channels_last=channels_last, lora=lora, lora_targets=lora_targets, lora_dropout=lora_dropout, quantize=quantize,
-        upcast=upcast, shift_logits=shift_logits, loss_chunks=loss_chunks, keep_outputs=keep_outputs,
-        offload_optimizer=offload_optimizer, cudnn_benchmark=cudnn_benchmark, generate=generate,
+        upcast=upcast, shift_logits=shift_logits, loss_chunks=loss_chunks, objective=objective,
+        keep_outputs=keep_outputs, offload_optimizer=offload_optimizer,
+        cudnn_benchmark=cudnn_benchmark, generate=generate,
     )  # fmt: skip
     return of_job(
         replace(job, batch=1) if isinstance(build, str) and batch is None else job, setting, compiled=compiled

@@ -129,6 +129,11 @@ class Job:
         "Output layer and loss in N chunks of tokens.",
         metavar="N", positive=True,
     )  # fmt: skip
+    objective: str | None = way(
+        str, None,
+        "Train by preferences, with a frozen reference: dpo (a sample is a pair) or grpo.",
+        metavar="NAME", choices=("dpo", "grpo"),
+    )  # fmt: skip
     keep_outputs: bool | None = way(
         bool, None,
         "Outputs live until the next step, as in `out = model(…)`.  [default: they do not]",
@@ -235,7 +240,11 @@ class Job:
     def build(self) -> BuiltModel:
         """Return a new model with its batches and its loss."""
         assert not isinstance(self.model, (Script, Source))
-        return self.model()
+        if self.objective is None:
+            return self.model()
+        from .prepare.objectives import with_objective  # noqa: PLC0415 - it imports torch
+
+        return with_objective(self.model(), self.objective)
 
     def make_optimizer(self, parameters: Iterable[Tensor]) -> Optimizer:
         """Return the optimizer for `parameters`; a job for inference has none."""
@@ -266,6 +275,9 @@ class Job:
              "upcast= is of what is not quantised; add quantize=, or leave it out"),
             (self.loss_chunks and self.shift_logits, ["loss_chunks", "shift_logits"],
              "a loss in chunks never has all logits, which the other copies; leave one of the two out"),
+            (self.objective and (self.parallel is not None or self.loss_chunks),
+             ["objective", *self.changed("parallel", "loss_chunks")],
+             "objective= is of one GPU here, with all logits at once; leave parallel= and loss_chunks= out"),
             (not 0 <= self.lora_dropout < 1, ["lora_dropout"],
              f"lora_dropout={self.lora_dropout} is no probability; give 0 or more, and less than 1"),
             (self.trains and self.generate, ["generate", "optimizer"],

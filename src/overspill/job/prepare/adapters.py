@@ -88,6 +88,8 @@ def _beside_few_bits() -> type[nn.Module]:
         def forward(self, x: Tensor) -> Tensor:
             """Return the sum of the layer's and the adapter's outputs."""
             result: Tensor = self.base_layer(x)
+            if self.disable_adapters:
+                return result
             if isinstance(self.base_layer, Linear4bit):
                 result = result.clone()
             dtype = result.dtype

@@ -22,6 +22,7 @@ from overspill.models.step import convert, whole_dtype
 from .adapters import add_adapters, upcast
 from .checkpointing import checkpoint_blocks
 from .linear import heads
+from .objectives import REFERENCE, reference_of
 from .quantized import quantize_weights
 
 # cuDNN's kernel keeps the same tensors for backward as flash attention does (see capture/fake_cuda/attention.py).
@@ -50,6 +51,7 @@ def prepare(module: nn.Module, job: Job) -> None:
         quantize_weights(module, said, getattr(torch, said.compute) if said.compute else _compute_dtype(job.dtype))
         if job.trains and job.upcast is not False:
             upcast(module)
+    reference = reference_of(module) if job.objective else None
     if job.lora:
         add_adapters(module, job.lora, job.lora_targets, job.lora_dropout)
     if job.trains and not any(parameter.requires_grad for parameter in module.parameters()):
@@ -63,6 +65,8 @@ def prepare(module: nn.Module, job: Job) -> None:
         checkpoint_blocks(module, classes, reentrant=bool(job.reentrant))
     if job.loss_chunks:
         _loss_in_chunks(module, job.loss_chunks)
+    if reference is not None and not job.lora:
+        module.add_module(REFERENCE, reference)
 
 
 def _as_transformers(module: nn.Module, job: Job) -> None:
