@@ -15,9 +15,9 @@ from overspill.core import DiskStay, Graph, Schedule, Stream, Tiers, Verb
 from overspill.core.errors import InvalidScheduleError
 from overspill.costs import op_seconds
 from overspill.planning.on_host import begun_when_free, updates_of
-from overspill.plans import plan as plan_module
 from overspill.plans.plan import make_plan, tiers_of
 from overspill.policies import policy_named
+from overspill.policies.auto import host_updates
 from overspill.policies.auto.host_updates import UPDATES
 from overspill.simulate import simulate
 from overspill.simulate.check_tiers import check_tiers
@@ -161,7 +161,7 @@ def test_where_the_disk_limits_a_step_less_is_moved(monkeypatch: pytest.MonkeyPa
     assert host is not None
     device = replace(device, host_bytes=host.host_peak_bytes // 2)
     weighed = make_plan(step, device, policy, budget)
-    monkeypatch.setattr(plan_module, "AS_SLOW_AS_DISK", ())
+    monkeypatch.setattr(host_updates, "AS_SLOW_AS_DISK", ())
     unweighed = make_plan(step, device, policy, budget)
     assert weighed.step_seconds < 0.95 * unweighed.step_seconds
     assert weighed.disk_written_bytes < unweighed.disk_written_bytes

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from tests.simulate.graphs import DEVICE, Layer, layers, network, networks
 
 from overspill.core import Graph, Phase, TensorKind, Verb
-from overspill.plans.plan import make_plan, retained_bytes, unmanaged_peak
+from overspill.planning.floor import retained_bytes
+from overspill.plans.plan import make_plan, unmanaged_peak
 from overspill.policies.checkpoint import Checkpoint
 from overspill.policies.in_core import InCore, Liveness, Oracle
 from overspill.simulate import check

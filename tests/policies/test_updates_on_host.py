@@ -98,10 +98,27 @@ def test_over_a_slow_link_updates_on_the_host_move_less_and_are_faster() -> None
     assert seconds_of(DEEP, on_host, FAST_HOST) < 0.8 * seconds_of(DEEP, on_device, FAST_HOST)
 
 
-def test_where_the_host_is_slow_auto_leaves_updates_on_the_device() -> None:
+def test_where_the_host_is_slow_auto_leaves_updates_on_the_device_and_searches_no_other_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched = []
+    search = Auto._on_device
+    monkeypatch.setattr(Auto, "_on_device", lambda *args: searched.append(args) or search(*args))
     slow = replace(FAST_HOST, host_update_bytes_per_second=1e4)
     made = Auto(update="auto").plan(DEEP, slow, tight(DEEP))
     assert not made.targets(Verb.RUN_ON_HOST)
+    assert len(searched) == 1
+
+
+def test_auto_gives_the_host_as_many_updates_as_it_has_time_for() -> None:
+    device = replace(FAST_HOST, host_update_bytes_per_second=2e6)
+    on_device, on_host, best = (plan(update, DEEP, device, tight(DEEP)) for update in ("device", "host", "auto"))
+    assert on_device is not None
+    assert on_host is not None
+    assert best is not None
+    assert 0 < len(best.targets(Verb.RUN_ON_HOST)) < len(on_host.targets(Verb.RUN_ON_HOST))
+    others = (seconds_of(DEEP, made, device) for made in (on_device, on_host))
+    assert seconds_of(DEEP, best, device) < 0.7 * min(others)
 
 
 def test_below_the_floor_of_updates_on_the_device_the_host_still_updates() -> None:

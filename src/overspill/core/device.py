@@ -95,6 +95,10 @@ class Device(Saved):
         """Return the seconds to write `nbytes` to that disk."""
         return self.transfer_latency_seconds + nbytes / self.disk_write_bytes_per_second
 
+    def disk_seconds(self, read_bytes: int, written_bytes: int) -> float:
+        """Return the least that the disk takes for these bytes, in any number of copies."""
+        return read_bytes / self.disk_read_bytes_per_second + written_bytes / self.disk_write_bytes_per_second
+
     def offload_seconds(self, nbytes: int) -> float:
         """Return the seconds to move `nbytes` to the store, with nothing else running."""
         return self.transfer_latency_seconds + nbytes / self.offload_bytes_per_second

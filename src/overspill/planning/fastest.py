@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from overspill.core import Device, Graph, Schedule, Timeline, Verb
+from overspill.core import Device, Graph, Schedule, Verb
 from overspill.simulate import simulate
 
 
@@ -16,14 +16,9 @@ def moved_bytes(graph: Graph, schedule: Schedule) -> int:
 
 
 def fastest(
-    graph: Graph,
-    device: Device,
-    seconds: Sequence[float],
-    candidates: Iterable[Schedule],
-    budget_bytes: int | None,
-    timeline_of: Callable[[Schedule], Timeline] | None = None,
+    graph: Graph, device: Device, seconds: Sequence[float], candidates: Iterable[Schedule], budget_bytes: int | None
 ) -> Schedule | None:
-    """Return the candidate with the shortest step within the budget, or None; simulated, or by `timeline_of`.
+    """Return the candidate with the shortest simulated step within the budget, or None.
 
     Of equals it is the one that moves fewer bytes, then the first. If the candidates do not depend on the budget, a
     larger budget is never slower.
@@ -31,7 +26,7 @@ def fastest(
     best: tuple[float, int] | None = None
     chosen: Schedule | None = None
     for candidate in candidates:
-        timeline = timeline_of(candidate) if timeline_of else simulate(graph, candidate, device, seconds)
+        timeline = simulate(graph, candidate, device, seconds)
         if budget_bytes is not None and timeline.peak_bytes > budget_bytes:
             continue
         cost = timeline.step_seconds, moved_bytes(graph, candidate)

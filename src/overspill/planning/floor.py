@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from overspill.core import OF_OPS, Graph, Schedule, TensorKind
+from overspill.core import OF_OPS, Graph, Phase, Schedule, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import format_apart, format_bytes
 from overspill.simulate import check
@@ -128,3 +128,19 @@ def _op_tensors(graph: Graph, there: list[int], shown: int = 3) -> str:
     if rest := sum(graph.tensors[t].nbytes for t in largest[shown:]):
         named.append(f"{len(largest) - shown} more {format_bytes(rest)}")
     return " + ".join(named)
+
+
+def retained_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Return the bytes that `schedule` keeps on the device from forward to backward, without persistent tensors."""
+    present: set[int] = set()
+    for instruction in schedule.instructions:
+        target = instruction.target
+        if instruction.verb is Verb.RUN:
+            if graph.ops[target].phase is not Phase.FORWARD:
+                break
+            present.update(t for t in graph.ops[target].writes if not graph.tensors[t].persistent)
+        elif instruction.verb is Verb.FREE:
+            present.discard(target)
+        elif instruction.verb is Verb.PREFETCH and not graph.tensors[target].persistent:
+            present.add(target)
+    return sum(graph.tensors[t].nbytes for t in present)

@@ -7,7 +7,7 @@ Compute waits for them only if memory is short, and starts each update once its 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,6 +30,7 @@ from overspill.simulate import simulate
 
 from .fastest import fastest
 from .order import in_graph_order
+from .overlap import computing_seconds
 
 EARLY = 1.2
 """A weight comes back so many times its own duration ahead of its first reader, because others may be late."""
@@ -58,17 +59,6 @@ def updates_of(graph: Graph) -> tuple[int, ...]:
     return tuple(sorted(found, key=lambda op: (complete(op), op)))
 
 
-def updates_of_stored(graph: Graph, schedule: Schedule) -> tuple[int, ...]:
-    """Return those updates whose state `schedule` has in the store between steps; without state, whose weight."""
-    stored = frozenset(schedule.stored)
-
-    def leaves(op: Op) -> bool:
-        state = [t for t in op.writes if graph.tensors[t].kind is TensorKind.OPTIMIZER_STATE]
-        return not stored.isdisjoint(state or op.writes)
-
-    return tuple(op for op in updates_of(graph) if leaves(graph.ops[op]))
-
-
 def without(graph: Graph, updates: Collection[int]) -> tuple[Graph, tuple[int, ...]]:
     """Return the step without `updates` and the state that they alone use, and the ids of its ops in `graph`.
 
@@ -94,6 +84,26 @@ class HostUpdates:
         self.updates = [graph.ops[op] for op in updates]
         self.weights = frozenset(t for op in self.updates for t in op.writes if graph.tensors[t].persistent)
         """What they write: weights and state."""
+
+    def least_seconds(self, budget_bytes: int | None) -> float:
+        """Return a bound on the step within a budget, the largest of what the processors, the link and the disk do."""
+        device, graph, rest = self.device, self.graph, self.rest
+        nbytes = [t.nbytes for t in graph.tensors]
+        host = sum(device.host_update_seconds(bytes_of_update(graph, op)) for op in self.updates)
+        # Gradients leave, and weights come back.
+        read = {t for op in self.updates for t in op.reads} - self.weights
+        out = sum(nbytes[t] for t in read if rest.written_by[t]) / device.offload_bytes_per_second
+        back = sum(nbytes[t] for t in self.weights if rest.uses[t]) / device.prefetch_bytes_per_second
+        link = max(out, back) if device.full_duplex else out + back
+        bounds = [sum(computing_seconds(rest, self.seconds)), host, link]
+        if device.host_bytes:
+            # Between steps the store has what the device never has, and what is more than the budget.
+            state = sum(nbytes[t] for t in self.weights if not rest.uses[t])
+            beyond = 0 if budget_bytes is None else graph.persistent_bytes - budget_bytes
+            excess = max(0, max(state, beyond) - device.host_bytes)
+            clean = sum(t.nbytes for t in graph.tensors if t.persistent and not graph.written_by[t.id])
+            bounds.append(device.disk_seconds(excess, max(0, excess - clean)))
+        return max(bounds)
 
     def schedule(self, planned: Schedule, budget_bytes: int | None) -> Schedule:
         """Return `planned`, a schedule of `rest`, with the updates: the faster of two ways.
@@ -312,6 +322,37 @@ class _Insertion:
 
     def _add(self, verb: Verb, target: int) -> None:
         self.made.append((self.index, Instruction(verb, target)))
+
+
+def balanced(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float]) -> tuple[int, ...]:
+    """Return the updates of `schedule`, all on the device, with which on the host its busiest lane is done soonest.
+
+    They are those first complete whose state moves. Lanes are compute, the host's updates, and the link each way.
+    """
+    nbytes = [t.nbytes for t in graph.tensors]
+    moved: dict[Verb, Counter[int]] = {v: Counter(schedule.targets(v)) for v in (Verb.OFFLOAD, Verb.PREFETCH)}
+    out, back = (sum(nbytes[t] * times for t, times in moved[verb].items()) for verb in moved)
+    computing, on_host = sum(computing_seconds(graph, seconds)), 0.0
+    found: list[int] = []
+
+    def busiest() -> float:
+        ways = out / device.offload_bytes_per_second, back / device.prefetch_bytes_per_second
+        return max(computing, on_host, max(ways) if device.full_duplex else sum(ways))
+
+    least, best = busiest(), 0
+    for op in (graph.ops[number] for number in updates_of(graph)):
+        gradients = {*op.reads}.difference(op.writes)
+        state = {t for t in op.writes if graph.tensors[t].kind is TensorKind.OPTIMIZER_STATE}
+        less = sum(nbytes[t] * (moved[Verb.OFFLOAD][t] - (t in gradients)) for t in gradients.union(op.writes))
+        fewer = sum(nbytes[t] * moved[Verb.PREFETCH][t] for t in state | gradients)
+        if less + fewer <= 0:
+            continue
+        out, back, computing = out - less, back - fewer, computing - seconds[op.id]
+        on_host += device.host_update_seconds(bytes_of_update(graph, op))
+        found.append(op.id)
+        if (busy := busiest()) < least:
+            least, best = busy, len(found)
+    return tuple(found[:best])
 
 
 def begun_when_free(graph: Graph, schedule: Schedule, timeline: Timeline) -> Schedule:

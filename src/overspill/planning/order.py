@@ -120,7 +120,8 @@ def best_order(
     found: list[Schedule] = []
     errors: list[InfeasibleBudgetError] = []
     early, late = early_updates(graph), tuple(range(len(graph.ops)))
-    for variant, order in ((graph, early), (graph, late), (feature_maps_alone(graph), late)):
+    orders = [(graph, order) for order in dict.fromkeys((early, late))]
+    for variant, order in (*orders, (feature_maps_alone(graph), late)):
         try:
             made = plan(reordered(variant, order), device, budget_bytes, tuple(seconds[op] for op in order))
         except InfeasibleBudgetError as error:

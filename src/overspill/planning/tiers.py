@@ -29,6 +29,8 @@ MOST_TERMS = 200_000
 """The most terms of the linear program that gives a bound on what is moved."""
 EARLINESS = (1.0, 2.0, 4.0, 0.0)
 """Read-ahead begins as early as a disk needs that is so many times slower; 0: as early as memory allows."""
+CLOSE = 1.03
+"""No other is tried if a step takes at most so many times as long as the disk's work, or as without a disk."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +66,10 @@ def with_tiers(
     They are None where the device's store has no disk below. `simulate` returns the timeline with given tiers.
     """
     timeline = simulate(None)
-    if not device.host_bytes:
-        return None, timeline
-    ring = _Ring(graph, schedule, device)
-    if not (unplanned := ring.unplanned()).fits:
-        rates = device.disk_read_bytes_per_second, device.disk_write_bytes_per_second
-        worst = sum(unplanned.disk_bytes / rate for rate in rates)  # as if each copy were waited for
-        return unplanned, replace(timeline, step_seconds=timeline.step_seconds + worst)
-    found: dict[Tiers, Timeline] = {}
-    for earliness in EARLINESS:
-        tiers = ring.tiers(timeline, earliness)
-        if tiers not in found:
-            found[tiers] = timeline = simulate(tiers)
-        if not tiers.stays:
-            break
-    return min(found.items(), key=lambda one: one[1].step_seconds)
+    return StoredCopies(graph, schedule, device).fastest(timeline, simulate) if device.host_bytes else (None, timeline)
 
 
-class _Ring:
+class StoredCopies:
     """The copies of a schedule in host memory, over the instructions of one step of many."""
 
     def __init__(self, graph: Graph, schedule: Schedule, device: Device) -> None:
@@ -150,6 +138,30 @@ class _Ring:
         """Return the tiers of copies that host memory is too small for: what goes to the disk follows from the run."""
         whole = sum(copy.nbytes for copy in self.copies)
         return Tiers(self.budget, self.in_use_bytes, start_bytes=0, disk_bytes=whole, least_moved_bytes=0)
+
+    @property
+    def least_seconds(self) -> float:
+        """A bound: what the disk is busy with in each step for the moment at which copies take the most."""
+        now = int(self.held.argmax()) if self.count else 0
+        excess = max(0, int(self.held.max(initial=0)) - self.budget)
+        # Copies that no step writes go first, for they are only read.
+        clean = min(excess, sum(gap.nbytes for gap in self._active(now) if self.copies[gap.copy].made is None))
+        return self.device.disk_seconds(excess, excess - clean)
+
+    def fastest(self, alone: Timeline, simulate: Callable[[Tiers], Timeline]) -> tuple[Tiers, Timeline]:
+        """Return the fastest tiers found, and the timeline with them; `alone` is that without a disk."""
+        if not (unplanned := self.unplanned()).fits:
+            worst = self.device.disk_seconds(unplanned.disk_bytes, unplanned.disk_bytes)  # as if each were waited for
+            return unplanned, replace(alone, step_seconds=alone.step_seconds + worst)
+        found: dict[Tiers, Timeline] = {}
+        timeline = alone
+        for earliness in EARLINESS:
+            tiers = self.tiers(timeline, earliness)
+            if tiers not in found:
+                found[tiers] = timeline = simulate(tiers)
+            if timeline.step_seconds <= CLOSE * max(alone.step_seconds, timeline.disk_seconds):
+                break
+        return min(found.items(), key=lambda one: one[1].step_seconds)
 
     def tiers(self, timeline: Timeline, earliness: float) -> Tiers:
         """Return the stays on the disk, by the times at which instructions end and updates on the host begin."""

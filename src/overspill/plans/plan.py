@@ -9,13 +9,13 @@ from functools import cached_property
 
 from overspill.bounds.step_time import lower_bound_seconds
 from overspill.bounds.whole_step import whole_step_bound_seconds
-from overspill.core import Device, Graph, Phase, Places, Schedule, Tiers, Timeline, Verb
+from overspill.core import Device, Graph, Places, Schedule, Tiers, Timeline, Verb
 from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.core.reportable import Reportable
 from overspill.core.units import format_apart, format_bytes
 from overspill.costs import MeasuredTimes, op_seconds
-from overspill.planning.floor import peak_of
-from overspill.planning.on_host import begun_when_free, without
+from overspill.planning.floor import peak_of, retained_bytes
+from overspill.planning.on_host import without
 from overspill.planning.overlap import computing_seconds
 from overspill.planning.tiers import page_bytes, with_tiers
 from overspill.policies import POLICIES, Policy, policy_named
@@ -25,10 +25,6 @@ from overspill.simulate.check_tiers import check_tiers
 
 RECOMPUTING = "checkpoint-cost"
 """What `auto` is on a device whose memory is the host's too."""
-AS_SLOW_AS_DISK = (0.5, 1.0)
-"""How near to the disk's rate the link is taken to be in further plans where the disk limits a step; 1: equal."""
-NEAR_ENOUGH = 1.02
-"""A step that the disk makes longer by less is not limited by it."""
 NO_LIMIT_BYTES = 1 << 60
 """More than any device has: the budget for a policy that makes one schedule."""
 
@@ -227,7 +223,12 @@ def make_plan(
         chosen = policy_named(RECOMPUTING)
     seconds = op_seconds(graph, device, times)
     budget = budget_bytes if chosen.plans_for_budget else None
-    schedule, tiers, timeline = _scheduled(graph, device, chosen, budget, times, seconds)
+    schedule = chosen.plan(graph, device, budget, times)
+    if not isinstance(schedule, Schedule):
+        raise RequestError(
+            f"policy {chosen} gave {schedule!r}, which is no Schedule; its `_plan` is to return what `assemble` makes"
+        )
+    tiers, timeline = tiers_of(graph, schedule, device, seconds)
     # Verify the schedule independently of the policy.
     result = check(graph, schedule)
     if result.peak_bytes > budget_bytes and not chosen.unlimited:
@@ -247,50 +248,6 @@ def make_plan(
         op_seconds=seconds,
         retained_bytes=retained_bytes(graph, schedule),
         tiers=tiers,
-    )
-
-
-def _scheduled(
-    graph: Graph,
-    device: Device,
-    policy: Policy,
-    budget_bytes: int | None,
-    times: MeasuredTimes | None,
-    seconds: Sequence[float],
-) -> tuple[Schedule, Tiers | None, Timeline]:
-    """Return the schedule of `policy`, with its tiers and timeline: the fastest of several if the disk limits the step.
-
-    The others are planned for a slower link. They recompute or keep on the device what would go on to the disk.
-    """
-    found: list[tuple[Schedule, Tiers | None, Timeline]] = []
-    for share in (0.0, *AS_SLOW_AS_DISK):
-        schedule = policy.plan(graph, _with_slower_link(device, share), budget_bytes, times)
-        if not isinstance(schedule, Schedule):
-            raise RequestError(
-                f"policy {policy} gave {schedule!r}, which is no Schedule; its `_plan` is to return what `assemble` "
-                "makes"
-            )
-        if device.host_bytes and schedule.counts[Verb.RUN_ON_HOST]:
-            schedule = begun_when_free(graph, schedule, simulate(graph, schedule, device, seconds))
-        tiers, timeline = tiers_of(graph, schedule, device, seconds)
-        found.append((schedule, tiers, timeline))
-        if tiers is None or budget_bytes is None or (tiers.fits and not tiers.stays):
-            break
-        undisturbed = simulate(graph, schedule, device, seconds).step_seconds
-        if tiers.fits and timeline.step_seconds <= NEAR_ENOUGH * undisturbed:
-            break
-    return min(found, key=lambda one: (one[1] is not None and not one[1].fits, one[2].step_seconds))
-
-
-def _with_slower_link(device: Device, share: float) -> Device:
-    """Return `device` with a link between its own (`share` 0) and one as slow as the disk (1), if that is slower."""
-    if not share:
-        return device
-    out, back = device.offload_bytes_per_second, device.prefetch_bytes_per_second
-    return replace(
-        device,
-        offload_bytes_per_second=out * min(1.0, device.disk_write_bytes_per_second / out) ** share,
-        prefetch_bytes_per_second=back * min(1.0, device.disk_read_bytes_per_second / back) ** share,
     )
 
 
@@ -321,22 +278,6 @@ def smallest_budget(plan: Callable[[int], Plan]) -> int:
         return plan(NOTHING_BYTES).needed_bytes
     except InfeasibleBudgetError as error:
         return error.floor_bytes
-
-
-def retained_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Return the bytes that `schedule` keeps on the device from forward to backward, without persistent tensors."""
-    present: set[int] = set()
-    for instruction in schedule.instructions:
-        target = instruction.target
-        if instruction.verb is Verb.RUN:
-            if graph.ops[target].phase is not Phase.FORWARD:
-                break
-            present.update(t for t in graph.ops[target].writes if not graph.tensors[t].persistent)
-        elif instruction.verb is Verb.FREE:
-            present.discard(target)
-        elif instruction.verb is Verb.PREFETCH and not graph.tensors[target].persistent:
-            present.add(target)
-    return sum(graph.tensors[t].nbytes for t in present)
 
 
 def _frees_nothing(graph: Graph, device: Device, policy: Policy, budget_bytes: int) -> InfeasibleBudgetError:

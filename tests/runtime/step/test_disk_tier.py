@@ -17,6 +17,7 @@ from tests.runtime.step.whole_steps import Mlp, Pair, batch_for, cross_entropy, 
 from torch import Tensor, nn
 
 import overspill
+from overspill.core import Verb
 from overspill.core.errors import RequestError, StoreError
 from overspill.runtime.reachable import same_bits
 from overspill.runtime.transfer.tiers import HostDiskStore
@@ -198,10 +199,12 @@ def test_too_little_host_memory_or_disk_is_said_before_training(
     assert not pair.step.is_unfinished
 
 
-def test_a_loop_has_plain_s_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("update", ["device", "host", "auto"])
+def test_a_loop_has_plain_s_bits(update: str, tmp_path: Path) -> None:
     plain = made(Wide)
     model = copy.deepcopy(plain)
-    compiled = overspill.compile(model, budget="smallest", store="host+disk", store_dir=tmp_path, host_budget="600KiB")
+    where = {"store": "host+disk", "store_dir": tmp_path, "host_budget": "600KiB", "update": update}
+    compiled = overspill.compile(model, budget="smallest", **where)
     pairs = [(m, torch.optim.AdamW(o.parameters(), 1e-2)) for m, o in ((plain, plain), (compiled, model))]
     inputs = batch_for(plain)
     for seed in range(4):
@@ -217,4 +220,6 @@ def test_a_loop_has_plain_s_bits(tmp_path: Path) -> None:
     store = compiled.overspill.engine.store
     assert isinstance(store, HostDiskStore)
     assert store.written_bytes > 0
+    on_host = compiled.overspill.plans[-1].schedule.counts[Verb.RUN_ON_HOST]
+    assert update == "auto" or bool(on_host) == (update == "host")
     assert differences(plain, pairs[0][1], model, pairs[1][1]) == []

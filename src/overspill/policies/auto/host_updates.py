@@ -1,126 +1,155 @@
-"""Which updates of a step run on the host: those of no, some or all parameters."""
+"""Which plan of a step is fastest: updates on the device, on the host or some on each; for its link or a slower one.
+
+Of what cannot be faster than the best so far no plan is searched, and no stays on the disk are chosen.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, partial
 
-from overspill.core import Device, Graph, Schedule, Stream, TensorKind, Timeline, Verb
+from overspill.core import Device, Graph, Schedule, Stream, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudgetError, RequestError
-from overspill.planning.fastest import fastest
-from overspill.planning.on_host import HostUpdates, begun_when_free, updates_of, updates_of_stored
-from overspill.planning.tiers import with_tiers
+from overspill.planning.fastest import moved_bytes
+from overspill.planning.floor import retained_bytes
+from overspill.planning.on_host import HostUpdates, balanced, begun_when_free, updates_of
+from overspill.planning.tiers import StoredCopies
 from overspill.simulate import simulate
 
 DEVICE, HOST, AUTO = UPDATES = ("device", "host", "auto")
 """Where updates run: on the device; on the host, all that can; wherever the step is faster."""
-AHEAD = (0, 3)
+AHEAD = 3
 """How many of the largest gradients a plan sets memory aside for, so that compute need not wait for them to leave."""
-
-HOST_WAIT = f"{Stream.HOST_UPDATE} of"
-"""How the cause of a stall begins that waits for an update on the host."""
+WAITS = 0.01
+"""Such a plan is made if compute waits for so much of the step otherwise."""
+AS_SLOW_AS_DISK = (0.5, 1.0)
+"""How near to the disk's rate the link is taken to be in further plans where the disk limits a step; 1: equal."""
+SPARED = 1 / 3
+"""They are made if so much of the step could be spared."""
 
 Make = Callable[[Graph, Device, int | None, tuple[float, ...]], Schedule]
-Updates = tuple[int, ...]
 
 
-class PlansOnHost:
-    """Plans by `make` of a whole step within a budget, with updates on the host."""
+class Ways:
+    """Plans by `make` of a step within a budget."""
 
     def __init__(
         self, make: Make, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]
     ) -> None:
-        """Raise RequestError if the host can run no update."""
         self._make, self._graph, self._device, self._seconds = make, graph, device, seconds
         self._budget_bytes = budget_bytes
-        self._all = updates_of(graph)
-        if not device.host_update_bytes_per_second:
+        self._errors: list[InfeasibleBudgetError] = []
+        self._best: tuple[tuple[float, int], Schedule] | None = None
+
+    def best(self, update: str) -> Schedule:
+        """Return the fastest schedule for `update`, one of UPDATES.
+
+        Raises RequestError if the host can run no update, and InfeasibleBudgetError.
+        """
+        if update != DEVICE:
+            self._check_host()
+        if update != HOST:
+            self._weigh_on_device()
+        if update == AUTO and self._best is not None:
+            self._weigh_with(balanced(self._graph, self._best[1], self._device, self._seconds))
+        if update != DEVICE:
+            self._weigh_with(self._all)
+        if self._best is None:
+            raise min(self._errors, key=lambda error: error.floor_bytes)
+        return replace(self._best[1], budget_bytes=self._budget_bytes)
+
+    def _check_host(self) -> None:
+        if not self._device.host_update_bytes_per_second:
             raise RequestError(
-                f"update=: how fast the host of {device.name} updates weights is unknown; give its device file a "
+                f"update=: how fast the host of {self._device.name} updates weights is unknown; give its device file a "
                 "host_update_bytes_per_second, which `overspill calibrate` measures"
             )
         if not self._all:
             raise RequestError(
-                f"update=: the host can run no update of {graph.name}; leave it out, or take an optimizer whose state "
-                "may leave the device"
+                f"update=: the host can run no update of {self._graph.name}; leave it out, or take an optimizer whose "
+                "state may leave the device"
             )
 
-    def best(self, update: str) -> Schedule:
-        """Return the schedule for `update`, one of UPDATES. Raises InfeasibleBudgetError."""
-        return self._with(self._all) if update == HOST else self._fastest(self._ways())
+    @cached_property
+    def _all(self) -> tuple[int, ...]:
+        return updates_of(self._graph)
 
-    def _ways(self) -> Iterator[Callable[[], Schedule]]:
-        """Yield plans: on the device, on the host, and with less on the host than in the best of these."""
-        found: list[Schedule] = []
+    @property
+    def _best_seconds(self) -> float:
+        return math.inf if self._best is None else self._best[0][0]
 
-        def noted(make: Callable[[], Schedule]) -> Schedule:
-            found.append(make())
-            return found[-1]
+    def _weigh_on_device(self) -> None:
+        """Weigh plans with all updates on the device: for its link, and for slower ones where the disk limits it."""
+        device = self._device
+        slower = (_with_slower_link(device, share) for share in (AS_SLOW_AS_DISK if device.host_bytes else ()))
+        for linked in (device, *slower):
+            _, limited = self._weigh(partial(self._make, self._graph, linked, self._budget_bytes, self._seconds))
+            if not limited:
+                break
 
-        yield partial(noted, self._on_device)
-        stored = updates_of_stored(self._graph, found[0]) if found else self._all
-        for updates in dict.fromkeys((self._all, stored or self._all)):
-            yield partial(noted, partial(self._with, updates))
-        on_host = [made for made in found if made.counts[Verb.RUN_ON_HOST]]
-        if on_host and (fewer := self._in_time(min(on_host, key=self._seconds_of))):
-            yield partial(self._with, fewer)
-
-    def _on_device(self) -> Schedule:
-        return self._make(self._graph, self._device, self._budget_bytes, self._seconds)
-
-    def _with(self, updates: Updates) -> Schedule:
-        """Return the faster plan with these updates on the host, with and without memory for gradients ahead."""
+    def _weigh_with(self, updates: tuple[int, ...]) -> None:
+        """Weigh plans with these updates on the host, unless they cannot be faster."""
         host = HostUpdates(self._graph, updates, self._device, self._seconds)
-        largest = sorted((t.nbytes for t in self._graph.tensors if t.kind is TensorKind.GRADIENT), reverse=True)
+        if not updates or host.least_seconds(self._budget_bytes) >= self._best_seconds:
+            return
 
         def made(ahead: int) -> Schedule:
             planned_bytes = None if self._budget_bytes is None else max(1, self._budget_bytes - sum(largest[:ahead]))
             planned = self._make(host.rest, self._device, planned_bytes, host.seconds)
             return host.schedule(planned, self._budget_bytes)
 
-        return self._fastest(partial(made, ahead) for ahead in AHEAD)
+        largest = sorted((t.nbytes for t in self._graph.tensors if t.kind is TensorKind.GRADIENT), reverse=True)
+        waits, _ = self._weigh(partial(made, 0))
+        if waits:
+            self._weigh(partial(made, AHEAD))
 
-    def _in_time(self, made: Schedule) -> Updates:
-        """Return the updates of a plan that the host ends in the step, and that the next step need not wait for."""
+    def _weigh(self, plan: Callable[[], Schedule]) -> tuple[bool, bool]:
+        """Make a plan and keep it if it is the best; return whether copies out are waited for, and the disk limits it.
+
+        What is returned depends on no other plan.
+        """
+        try:
+            made = plan()
+        except InfeasibleBudgetError as error:
+            self._errors.append(error.with_traceback(None))  # whose frames would live on
+            return False, False
         timeline = simulate(self._graph, made, self._device, self._seconds)
-        waited = {made.instructions[stall.instruction].target for stall in timeline.stalls if HOST_WAIT in stall.cause}
-        ends = {e.target: e.end_seconds for e in timeline.events if e.verb is Verb.RUN_ON_HOST}
-        return tuple(
-            op
-            for op in self._all
-            if ends.get(op, math.inf) <= timeline.step_seconds and waited.isdisjoint(self._graph.ops[op].writes)
-        )
-
-    def _seconds_of(self, made: Schedule) -> float:
-        return self._timeline(made).step_seconds
-
-    def _timeline(self, made: Schedule) -> Timeline:
-        """Return the timeline of a plan, with the disk below the store if there is one."""
-        timeline = partial(simulate, self._graph, device=self._device, seconds=self._seconds)
+        if self._budget_bytes is not None and timeline.peak_bytes > self._budget_bytes:
+            return False, False
+        out = f"{Stream.OFFLOAD} of"
+        waited = sum(s.end_seconds - s.start_seconds for s in timeline.stalls if s.cause.startswith(out))
+        waits, limited = waited > WAITS * timeline.step_seconds, False
         if self._device.host_bytes:
-            made = begun_when_free(self._graph, made, timeline(made))
-        _, found = with_tiers(self._graph, made, self._device, lambda tiers: timeline(made, tiers=tiers))
-        return found
+            if made.counts[Verb.RUN_ON_HOST]:
+                made = begun_when_free(self._graph, made, timeline)
+                timeline = simulate(self._graph, made, self._device, self._seconds)
+            copies, alone = StoredCopies(self._graph, made, self._device), timeline.step_seconds
+            waits &= copies.least_seconds < alone
+            if max(alone, copies.least_seconds) > self._best_seconds:
+                return waits, limited
+            _, timeline = copies.fastest(timeline, partial(simulate, self._graph, made, self._device, self._seconds))
+            possible = max(alone, copies.least_seconds - self._spared_seconds(made))
+            limited = possible < (1 - SPARED) * timeline.step_seconds
+        cost = timeline.step_seconds, moved_bytes(self._graph, made)
+        if self._best is None or cost < self._best[0]:
+            self._best = cost, made
+        return waits, limited
 
-    def _fastest(self, plans: Iterable[Callable[[], Schedule]]) -> Schedule:
-        best = fastest(
-            self._graph, self._device, self._seconds, self._fitting(plans), self._budget_bytes, self._timeline
-        )
-        assert best is not None
-        return best
+    def _spared_seconds(self, made: Schedule) -> float:
+        """Return the most that the disk would do less, in seconds, if `made` kept nothing from forward to backward."""
+        moved = (self._graph.tensors[t] for t in made.targets(Verb.OFFLOAD))
+        away = sum(t.nbytes for t in moved if not t.persistent and t.kind is not TensorKind.GRADIENT)
+        nbytes = away + retained_bytes(self._graph, made)
+        return self._device.disk_seconds(nbytes, nbytes)
 
-    def _fitting(self, plans: Iterable[Callable[[], Schedule]]) -> Iterator[Schedule]:
-        """Yield the plans that fit. Raises the InfeasibleBudgetError of the lowest floor if none does."""
-        errors: list[InfeasibleBudgetError] = []
-        found = False
-        for plan in plans:
-            try:
-                made = plan()
-            except InfeasibleBudgetError as error:
-                errors.append(error.with_traceback(None))  # whose frames would live on
-            else:
-                found = True
-                yield made
-        if not found:
-            raise min(errors, key=lambda error: error.floor_bytes)
+
+def _with_slower_link(device: Device, share: float) -> Device:
+    """Return `device` with a link between its own (`share` 0) and one as slow as its disk (1), if that is slower."""
+    out, back = device.offload_bytes_per_second, device.prefetch_bytes_per_second
+    return replace(
+        device,
+        offload_bytes_per_second=out * min(1.0, device.disk_write_bytes_per_second / out) ** share,
+        prefetch_bytes_per_second=back * min(1.0, device.disk_read_bytes_per_second / back) ** share,
+    )

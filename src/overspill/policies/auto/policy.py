@@ -17,7 +17,7 @@ from overspill.planning.step_program import StepProgram
 from overspill.policies.base import Policy
 from overspill.policies.parameters import choice
 
-from .host_updates import DEVICE, UPDATES, PlansOnHost
+from .host_updates import DEVICE, UPDATES, Ways
 from .search import BestPlan, Search
 
 SHARE_OF_AN_ORDER = 0.5
@@ -59,9 +59,10 @@ class Auto(Policy):
         self.effort = Effort.usual() if effort is None else effort
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        if self.update == DEVICE or not _is_to_update(graph):
+        update = self.update if _is_to_update(graph) else DEVICE
+        if update == DEVICE and not (device.host_bytes and budget_bytes):
             return self._on_device(graph, device, budget_bytes, seconds)
-        return PlansOnHost(self._on_device, graph, device, budget_bytes, seconds).best(self.update)
+        return Ways(self._on_device, graph, device, budget_bytes, seconds).best(update)
 
     def _on_device(
         self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]

@@ -17,11 +17,12 @@ from overspill.capture.compiled.joint import JointGraph, storage_bytes
 from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import format_bytes
+from overspill.planning.floor import retained_bytes
 from overspill.planning.gaps import may_move, swappable_gaps
 from overspill.planning.step_program import StepProgram
 from overspill.plans.account import Account
 from overspill.plans.fit import Fit, search
-from overspill.plans.plan import Plan, retained_bytes, smallest_budget, unmanaged_peak
+from overspill.plans.plan import Plan, smallest_budget, unmanaged_peak
 from overspill.policies.in_core import Liveness
 from overspill.runtime.options import Options
 
