@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.placement.allocators.test_planned import Row, a_step, carrying, of_turn
 
+from overspill.cli import main
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.runtime import allocator as live
 from overspill.runtime.allocator import LIVE, AllocatorFigures, LiveAllocator, library_path
@@ -325,21 +326,24 @@ def test_steps_of_optimizers_end_steps_one_of_several_in_each_round(monkeypatch:
     assert len(ended) == 6
 
 
-def test_a_script_that_cannot_have_it_does_not_run(tmp_path: Path) -> None:
+def test_a_script_that_cannot_have_it_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "train.py").write_text("print('ran')")
-
-    def run(*words: str) -> Any:
-        return subprocess.run(
-            [sys.executable, "-m", "overspill", "run", *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    done = run("train.py", "--", "--epochs", "3")
+    monkeypatch.chdir(tmp_path)
+    begun: list[Any] = []
+    monkeypatch.setattr(os, "execv", lambda *given: begun.append(given))
+    for words in (["--epochs", "3"], ["--", "--epochs", "3"]):
+        main(["run", "train.py", *words])
+    first, (program, command) = begun
+    assert first == (program, command)
+    assert command[-4:] == ["planned", "train.py", "--epochs", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert "needs PyTorch for CUDA" in done.stderr
-    assert "there is no file and no module absent.py" in run("absent.py").stderr
-    assert "there is no allocator 'x'" in run("--allocator", "x", "train.py").stderr
-    assert run("train.py", "--epochs", "3").stderr == done.stderr
+    capsys.readouterr()
+    assert main(["run", "absent.py"]) == main(["run", "--allocator", "x", "train.py"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no file and no module absent.py" in said
+    assert "there is no allocator 'x'" in said
+    assert len(begun) == 2

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.turns import by_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -38,6 +39,12 @@ class Remembers(nn.Module):
         return self.layer(x)[0]
 
 
+SETTINGS: dict[type[nn.Module], Setting] = {
+    Attends: lambda: sdpa_kernel(SDPBackend.MATH),
+    Remembers: lambda: torch.backends.mkldnn.flags(enabled=False),
+}
+
+
 def loss_of(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return model(x).square().mean()
 
@@ -64,12 +71,9 @@ def by_hand(call: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer) 
 
 
 @pytest.mark.usefixtures("forget_compiled_code")
-@pytest.mark.parametrize("whole_step", [False, True])
-@pytest.mark.parametrize(
-    ("made", "setting"),
-    [(Attends, lambda: sdpa_kernel(SDPBackend.MATH)), (Remembers, lambda: torch.backends.mkldnn.flags(enabled=False))],
-)
-def test_kernels_are_those_of_each_step(made: type[nn.Module], setting: Setting, whole_step: bool) -> None:
+@pytest.mark.parametrize(("made", "whole_step"), by_turns(SETTINGS, [False, True]))
+def test_kernels_are_those_of_each_step(made: type[nn.Module], whole_step: bool) -> None:
+    setting = SETTINGS[made]
     torch.manual_seed(0)
     plain = made()
     model, unset = copy.deepcopy(plain), copy.deepcopy(plain)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.turns import by_turns
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -66,8 +67,9 @@ def check(plain: Net, ours: Net, before: torch.optim.Optimizer, after: torch.opt
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("budget", ["60%", "100%"])  # with weights that move, and without
-@pytest.mark.parametrize("again", ["next call", "unpark", "other budget"])
+@pytest.mark.parametrize(  # with weights that move, and without
+    ("budget", "again"), by_turns(["60%", "100%"], ["next call", "unpark", "other budget"])
+)
 def test_a_compiled_loop_parks_between_its_steps(budget: str, again: str, tmp_path: Path) -> None:
     plain, ours = nets()
     losses = plainly(plain, before := adamw(plain))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.runtime.compiled.whole_budget_loops import OPTIMIZERS, WIDTH, Run, adamw, batch, begin, compare, loss_of, net
+from tests.turns import rest_long
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -118,7 +119,7 @@ def test_gradients_are_read_behind_each_step_though_the_first_was_not_planned() 
     compare(loop, budget="70%")
 
 
-@pytest.mark.parametrize("zeros", ["before", pytest.param("between", marks=pytest.mark.long), "never"])
+@pytest.mark.parametrize("zeros", rest_long(["before", "between", "never"], ["never"]))
 def test_accumulation(zeros: str) -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)
