@@ -1,4 +1,4 @@
-"""Plants thirty-two defects, one at a time, and shows that tests of `make test` catch each.
+"""Plants defects in the source, one at a time, and shows that tests of `make test` catch each.
 
     python tools/mutations.py [NAME ...]
 
