@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoError  # an error inside Dynamo
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # what all its errors are
 from torch._dynamo.output_graph import OutputGraph as OutputGraph  # the graph that is being traced
+from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator  # the interpreter that traces
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._guards import CompileContext as CompileContext  # the compilation that runs
@@ -54,6 +56,8 @@ unimplemented = torch._dynamo.exc.unimplemented
 """End the graph here, and say why."""
 UNIMPLEMENTED = Target(torch._dynamo.symbolic_convert, "unimplemented")
 """The same where code is interpreted."""
+LOG_BREAK = Target(torch._dynamo.symbolic_convert.InstructionTranslatorBase, "log_graph_break")
+"""What notes a graph break behind which the function is traced further, as one of its own."""
 LOOP_BREAK = "graph break in loop"
 """What it says of a graph break in a loop, behind which a function is not traced."""
 UNTRACED = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
@@ -62,6 +66,12 @@ install_guard = torch._dynamo.guards.install_guard
 """What is to hold before a compiled call."""
 same_object = torch._dynamo.guards.GuardBuilder.ID_MATCH
 """A guard's kind: that an object is the very one that was compiled for."""
+
+
+def original_code(code: CodeType) -> CodeType:
+    """Return the code of the function that is traced, where `code` is what follows a graph break in it."""
+    resumed = ContinueExecutionCache.generated_code_metadata.get(code)
+    return code if resumed is None else resumed.code
 
 
 def forget_guarded_objects(entries: Iterable[Any]) -> None:

@@ -201,10 +201,50 @@ def test_experts_whose_rows_follow_from_values_are_not_traced_and_more_rows_than
         assert train(compiled, model, [64] * 6, around) == train(plain, plain, [64] * 6)
     # What it keeps, and what a backward takes, is more than before once each: a quarter more is planned for then.
     assert 0 < len(told) - first[0] <= 2
+    assert compiled.overspill.steps_over == 1 + len(told) - first[0], "the first, and each that warned later"
     assert len(compiled.overspill.plans) == 2, "before the experts and after them"
     peak = sum(found.between_parts[0]) + peak_of(found.by_part[0])[0]
     temporary = 4 * 64 * 16  # one in forward of the part that is not traced, which nothing knows
     assert peak <= max(plan.budget_bytes for plan in compiled.overspill.plans) + temporary
+
+
+class MixtralBlocks(nn.Module):
+    """Experts of transformers in plain PyTorch: `nonzero()` stands before their loop, and a branch by values in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.MixtralConfig(hidden_size=8, intermediate_size=16, num_local_experts=4)
+        config._experts_implementation = "eager"
+        block = transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock
+        self.layers = nn.ModuleList(block(config) for _ in range(2))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(2, -1, 8)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_the_experts_of_transformers_train_with_the_same_bits_by_plans_that_settle_after_one_step() -> None:
+    plain, model = twins(MixtralBlocks)
+    compiled = overspill.compile(model, budget="smallest", store="host")
+    by_step: list[list[Any]] = []
+
+    def around(_: int) -> Any:
+        by_step.append(list(compiled.overspill.plans))
+        return contextlib.nullcontext()
+
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        assert train(compiled, model, [24] * 3, around) == train(plain, plain, [24] * 3)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    # In each layer: the gate, what is behind the experts, and what they do without gradients, which is one for both.
+    assert len(by_step[2]) == 5
+    assert list(map(id, compiled.overspill.plans)) == list(map(id, by_step[2]))
+    assert compiled.overspill.steps_over == 1
 
 
 def test_a_budget_without_room_for_what_such_a_part_keeps_is_refused() -> None:

@@ -59,10 +59,11 @@ class ConcurrentCalls:
         of_others = {k: n for k, n in (seen | self.pending.others(None)).items() if k.part[0] != kind.part[0]}
         return Counter(of_others) if kind in self.problems else seen | Counter(of_others)
 
-    def kept_by_other_models(self, kind: GraphKey) -> int:
-        """Return the bytes that calls of other models keep for backward when one of `kind` runs."""
+    def kept_beside(self, kind: GraphKey, *, by_same_model: bool) -> int:
+        """Return the bytes that calls of the same model, or of others, keep for backward when one of `kind` runs."""
         beside = self.beside(kind)
-        return sum(n * self._keeps[other] for other, n in beside.items() if other.part[0] != kind.part[0])
+        chosen = (other for other in beside if (other.part[0] == kind.part[0]) is by_same_model)
+        return sum(beside[other] * self._keeps[other] for other in chosen)
 
     def see(self, planned: Planned, args: Sequence[Any], call: weakref.ref[Node] | None) -> Counter[GraphKey] | None:
         """Return the other calls that are pending when a planned graph runs, if its plan did not know them all."""

@@ -12,8 +12,9 @@ The patches apply while a model of `overspill.compile` is called (`PATCHES`), an
   an error.
 - `requires_grad_()` on a value that forward computes, as in peft: with eager kernels the graph goes on if an output
   also depends on a parameter, whose gradient is the same.
-- A loop whose sizes follow from values (experts by `nonzero()`), which Dynamo does not trace: it would compile what the
-  loop calls, for each number of rows again. Here all of it runs as in plain PyTorch, and `plan_check.py` counts it.
+- A loop whose sizes follow from values (experts by `nonzero()`, in the loop or before it), which Dynamo does not trace:
+  it would compile what the loop calls, for each number of rows again. Here all of it runs as in plain PyTorch, and
+  `plan_check.py` counts it.
 
 Known limit: if a release has no such name, Dynamo behaves as usual.
 """
@@ -21,8 +22,10 @@ Known limit: if a release has no such name, Dynamo behaves as usual.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -35,6 +38,7 @@ from overspill.pytorch.dynamo import (
     DUPLICATE,
     IDENTITY,
     INITIALIZE_LAZY,
+    LOG_BREAK,
     LOOP_BREAK,
     UNIMPLEMENTED,
     UNTRACED,
@@ -45,6 +49,7 @@ from overspill.pytorch.dynamo import (
     install_guard,
     is_from_global_source,
     is_from_local_source,
+    original_code,
     unimplemented,
     variables,
 )
@@ -62,6 +67,8 @@ _VALUES = (int, float, complex, str, bytes, type(None), type, Tensor)
 _HOLDERS = (
     variables.BaseListVariable, variables.ConstDictVariable, variables.SetVariable, variables.UserDefinedObjectVariable
 )  # fmt: skip
+_SIZES_BY_VALUES: weakref.WeakSet[CodeType] = weakref.WeakSet()
+"""Functions in which a graph ended at an op whose result's shape follows from values."""
 Plain = Callable[..., Any]
 
 
@@ -148,15 +155,26 @@ def _leaves(plain: Plain, graph: OutputGraph, outputs: Sequence[Any], tx: Any) -
     plain(graph, left, tx)
 
 
+def _breaks_here(cause: Any) -> bool:
+    """Return whether a graph ends in the function itself, not in what it calls: that is traced by itself then."""
+    return len(getattr(cause, "real_stack", ())) == 1
+
+
+def _log_break(plain: Plain, tx: Any, *args: Any, exc: Any, **said: Any) -> None:
+    if _breaks_here(exc) and re.search(BY_VALUES, str(exc)):
+        _SIZES_BY_VALUES.add(original_code(tx.f_code))
+    plain(tx, *args, exc=exc, **said)
+
+
 def _unimplemented(plain: Plain, *args: Any, **said: Any) -> None:
     try:
         plain(*args, **said)
     except TorchDynamoException as error:
         cause = said.get("from_exc")
-        # In the function itself, not in what it calls: that is traced by itself then.
-        inside = len(getattr(cause, "real_stack", ())) == 1
-        if said.get("gb_type") == LOOP_BREAK and inside and re.search(BY_VALUES, str(cause)):
-            error.frame_exec_strategy = UNTRACED
+        if said.get("gb_type") == LOOP_BREAK and _breaks_here(cause):
+            traced = original_code(InstructionTranslator.current_tx().f_code)
+            if traced in _SIZES_BY_VALUES or re.search(BY_VALUES, str(cause)):
+                error.frame_exec_strategy = UNTRACED
         raise
 
 
@@ -170,6 +188,7 @@ PATCHES = [
     *_patch(DUPLICATE, _duplicate),
     *_patch(APPLY_FUNCTION, _apply),
     *_patch(INITIALIZE_LAZY, _initialize),
+    *_patch(LOG_BREAK, _log_break),
     *_patch(UNIMPLEMENTED, _unimplemented),
 ]
 """Attributes of Dynamo's modules and classes, and their values while a model is called."""

@@ -93,7 +93,10 @@ class GraphPlans:
 
         Others are other models, and other frames of this model.
         """
-        return self._retained_by_others(kind, frame) + self.calls.kept_by_other_models(kind)
+        of_frames = self._retained_by_others(kind, frame)
+        if not kind.inputs[0]:  # one plan may run behind several calls of a frame, as in each layer
+            of_frames = max(of_frames, self.calls.kept_beside(kind, by_same_model=True))
+        return of_frames + self.calls.kept_beside(kind, by_same_model=False)
 
     def make(self, problem: GraphProblem[C], inputs: Sequence[Any]) -> tuple[C, Planned]:
         """Return the captured graph and its plan.
@@ -228,9 +231,14 @@ class GraphPlans:
             several = len({kind.part[0] for kind in planned.beside} | {planned.part[0]}) > 1
             calls = f"calls a model {planned.beside.total() + 1} times before their backwards"
             self._renewal.ask(TOGETHER if several else calls)
-        elif any(p.frame.broken and not p.room.is_settled and p.plan.slowdown > NEAR for p in together):
+        elif any(self._may_have_more(p) for p in together):
             self._renewal.is_asked = True  # what is behind the graph break is known now, and may leave it more
             self._renewal.begin_rounds()
+
+    def _may_have_more(self, planned: Planned) -> bool:
+        """Return whether a plan was made for the least, as calls behind its graph break were unknown, and is slow."""
+        trains, is_settled = planned.kind in self.calls.problems, planned.room.is_settled
+        return planned.frame.broken and trains and not is_settled and planned.plan.slowdown > NEAR
 
     def _check_whole(self, latest: Planned, here: Sequence[Tensor], known: set[int]) -> None:
         budget = latest.plan.asked_bytes

@@ -208,7 +208,9 @@ class LoopPlans:
                 ops.append(_update(state, name, position, mode))
         with disable_current_modes():  # tensors that optimizers keep are real ones
             rest = state.rest_bytes()
-        state.stale, self._signature = False, _signature(state)
+        # What the user's code has read since the call began does not move before its backward, but in later steps.
+        known = self._signature if state.in_force else []
+        state.stale, self._signature = False, [*known, *_signature(state)[len(known) :]]
         for module in self._modules:
             self._places[module] = _places_of(module)
         return build(joint, infos, GradientOps(tuple(ops)), _without_residents(around, state, here, rest))

@@ -15,6 +15,9 @@ class Renewal:
 
     def __init__(self) -> None:
         self.is_asked = False
+        self.steps_over = 0
+        """How many steps did what their plans did not know, and may have taken more than the budget."""
+        self._is_over = False
         self._rounds = 0
         self._waited = 0
 
@@ -25,6 +28,8 @@ class Renewal:
         """
         if not self.is_asked:
             self.is_asked = True
+            self.steps_over += not self._is_over
+            self._is_over = True
             warnings.warn(
                 f"this step {what}, which the first plans did not know: it may take more than the budget; from the "
                 "next step on the plans know it",
@@ -42,6 +47,7 @@ class Renewal:
         if pending and self._waited < MOST_WAITING:
             return False
         self._waited = 0
+        self._is_over = False
         return True
 
     def begin_rounds(self) -> None:

@@ -164,6 +164,11 @@ class Session(PlannedPeaks):
         return self._plans.plans
 
     @property
+    def steps_over(self) -> int:
+        """How many steps did what their plans did not know, and may have taken more than the budget; each warned."""
+        return self.renewal.steps_over
+
+    @property
     def train_steps(self) -> list[SessionStep]:
         """The train steps that share the budget."""
         return list(self._steps)

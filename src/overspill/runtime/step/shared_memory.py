@@ -59,7 +59,7 @@ class Holders:
         """
         before = self.held
         for _ in range(TRIES):
-            self._look(before, residents, weights, buffers)
+            self._look(self.held, residents, weights, buffers)
             if not (new := [name for name in self.held if name not in before]):
                 return
             time.sleep(GRACE_SECONDS)
@@ -79,7 +79,7 @@ class Holders:
 
     def _look(
         self,
-        before: Mapping[str, tuple[int, int]],
+        searched: Mapping[str, tuple[int, int]],
         residents: Mapping[str, Resident],
         weights: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
@@ -101,7 +101,7 @@ class Holders:
             elif holders or len(names) < len(tensors) or self._is_foreign(storage, first):
                 self.held |= dict.fromkeys(names, (key, holders))
                 may_follow = first.nbytes == storage.nbytes() and (storage.resizable() or not first.is_cpu)
-                if holders and may_follow and before.get(names[0]) != (key, holders):  # else a search was in vain
+                if holders and may_follow and searched.get(names[0]) != (key, holders):  # else a search was in vain
                     unknown[key] = names[0]
             elif first.nbytes != storage.nbytes():
                 self.apart.update(names)
