@@ -48,8 +48,8 @@ def advice(
     Each is tried; the last ones are combinations. Where the job surely fits unchanged, only changes that cost neither
     results nor hardware are tried. `planner` plans the job within the device by Overspill; without it that advice has
     no figures. `progress` is called with the current task. `vain` is called with each change that did not help, and the
-    reason. With `quick`, a fixed number of changes is tried, which takes a few seconds. More GPUs are tried only
-    without it, and where no change with the same results suffices.
+    reason. With `quick`, a fixed number of changes is tried, which takes a few seconds, and more GPUs are not tried.
+    Nor are they where the job fits with the same results.
     """
     yield from _Trials(estimate, progress or _nobody, vain or _nobody, quick).run(planner)
 
@@ -101,7 +101,7 @@ class _Trials:
                 yield from self._together(price)
             if price is Price.TIME:
                 fits_here = self.solved  # with the same results
-        if not fits_here:
+        if self.quick or not fits_here:
             yield from self._more_gpus()
         yield from self._another_gpu()
 
