@@ -204,9 +204,22 @@ def test_the_whole_step_is_planned_too_where_calls_alone_cost_time() -> None:
 
 
 def test_a_plan_is_compared_with_a_step_that_updates_as_it_does() -> None:
-    ours = next(one for one in advise(job(5000, FEW)) if "overspill.compile" in one.what)  # the update in parts is all
+    made = job(5000, FEW)
+    ours = next(one for one in advise(made) if "overspill.compile" in one.what)  # the update in parts is all
     assert ours.fits
     assert ours.slowdown < NEAR  # type: ignore[operator]
+    assert ours.step_seconds == ours.slowdown * made.step_seconds()  # type: ignore[operator]
+
+
+def test_every_row_has_a_simulated_step_or_says_why_not() -> None:
+    made, all_of_it = found(6000)
+    assert all((one.step_seconds is None) == bool(one.unsimulated) for one in all_of_it)
+    usual = made.step_seconds()
+    assert usual is not None
+    assert told(all_of_it, "accumulating").step_seconds == pytest.approx(usual, rel=0.05)
+    assert usual < told(all_of_it, "checkpointing").step_seconds < 1.5 * usual  # type: ignore[operator]
+    assert told(all_of_it, "autocast").step_seconds < usual  # type: ignore[operator]
+    assert "on the host" in told(all_of_it, "update on the host").unsimulated
 
 
 @pytest.mark.long

@@ -132,7 +132,7 @@ def _planned(job: Job, estimate: Estimate, vain: Vain) -> list[Advice]:
             vain(what, "no faster than with updates on the GPU" if what == _ON_HOST else "no faster than compile")
             continue
         fitting.append(plan)
-        found.append(_as_advice(plan, what))
+        found.append(_as_advice(plan, what, estimate.step_seconds()))
         if plan.slowdown <= NEAR:
             break
     return found or ([] if least is None else [least])
@@ -145,13 +145,15 @@ def _budget_bytes(estimate: Estimate) -> int:
     return max(memory - spare, memory // 2) >> 20 << 20
 
 
-def _as_advice(plan: Plan, what: str) -> Advice:
+def _as_advice(plan: Plan, what: str, unmanaged_seconds: float | None) -> Advice:
+    """Return `plan` as advice; its step is its slowdown of the unmanaged one that other changes are compared with."""
     numbers = "the numbers of updates on the host" if plan.schedule.counts[Verb.RUN_ON_HOST] else "the same numbers"
     cost = f"{plan.slowdown:.2f} times the unmanaged step, simulated; {numbers}"
     needed = plan.device_bytes
     return replace(
         _ours(what, cost, needed, plan.asked_bytes, fits=True, on_host=plan.model_on_host, live=plan.pool == LIVE),
-        step_seconds=plan.step_seconds, unsimulated="", slowdown=plan.slowdown, host_bytes=store_bytes(plan) or None,
+        step_seconds=plan.step_seconds if unmanaged_seconds is None else plan.slowdown * unmanaged_seconds,
+        unsimulated="", slowdown=plan.slowdown, host_bytes=store_bytes(plan) or None,
     )  # fmt: skip
 
 
