@@ -324,10 +324,13 @@ class _Insertion:
         self.made.append((self.index, Instruction(verb, target)))
 
 
-def balanced(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float]) -> tuple[int, ...]:
+def balanced(
+    graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float], disk_seconds: float = 0.0
+) -> tuple[int, ...]:
     """Return the updates of `schedule`, all on the device, with which on the host its busiest lane is done soonest.
 
-    They are those first complete whose state moves. Lanes are compute, the host's updates, and the link each way.
+    They are those first complete whose state moves. Lanes are compute, the host's updates, and the link each way. The
+    disk is busy for `disk_seconds` wherever updates run.
     """
     nbytes = [t.nbytes for t in graph.tensors]
     moved: dict[Verb, Counter[int]] = {v: Counter(schedule.targets(v)) for v in (Verb.OFFLOAD, Verb.PREFETCH)}
@@ -337,7 +340,7 @@ def balanced(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence
 
     def busiest() -> float:
         ways = out / device.offload_bytes_per_second, back / device.prefetch_bytes_per_second
-        return max(computing, on_host, max(ways) if device.full_duplex else sum(ways))
+        return max(computing, on_host, disk_seconds, max(ways) if device.full_duplex else sum(ways))
 
     least, best = busiest(), 0
     for op in (graph.ops[number] for number in updates_of(graph)):

@@ -41,7 +41,8 @@ class Ways:
         self._make, self._graph, self._device, self._seconds = make, graph, device, seconds
         self._budget_bytes = budget_bytes
         self._errors: list[InfeasibleBudgetError] = []
-        self._best: tuple[tuple[float, int], Schedule] | None = None
+        self._best: tuple[tuple[float, int], Schedule, float] | None = None
+        """The fastest: its step's seconds and moved bytes, the schedule, and the seconds in which the disk is busy."""
 
     def best(self, update: str) -> Schedule:
         """Return the fastest schedule for `update`, one of UPDATES.
@@ -53,7 +54,7 @@ class Ways:
         if update != HOST:
             self._weigh_on_device()
         if update == AUTO and self._best is not None:
-            self._weigh_with(balanced(self._graph, self._best[1], self._device, self._seconds))
+            self._weigh_with(balanced(self._graph, self._best[1], self._device, self._seconds, self._best[2]))
         if update != DEVICE:
             self._weigh_with(self._all)
         if self._best is None:
@@ -134,7 +135,7 @@ class Ways:
             limited = possible < (1 - SPARED) * timeline.step_seconds
         cost = timeline.step_seconds, moved_bytes(self._graph, made)
         if self._best is None or cost < self._best[0]:
-            self._best = cost, made
+            self._best = cost, made, timeline.disk_seconds
         return waits, limited
 
     def _spared_seconds(self, made: Schedule) -> float:
