@@ -15,6 +15,7 @@ from overspill.core import DiskStay, Graph, Schedule, Stream, Tiers, Verb
 from overspill.core.errors import InvalidScheduleError
 from overspill.costs import op_seconds
 from overspill.planning.on_host import begun_when_free, updates_of
+from overspill.planning.tiers import StoredCopies
 from overspill.plans.plan import make_plan, tiers_of
 from overspill.policies import policy_named
 from overspill.policies.auto import host_updates
@@ -150,6 +151,21 @@ def test_auto_updates_where_it_is_faster_with_the_disk_too(disk: float) -> None:
     device = replace(device, host_bytes=whole_bytes.host_peak_bytes * 2 // 3)
     plans = {way: make_plan(step, device, policy_named(f"auto:update={way}"), budget) for way in UPDATES}
     assert plans["auto"].step_seconds <= min(plans["device"].step_seconds, plans["host"].step_seconds) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_updates_on_the_host_are_early_or_late_whichever_is_faster(share: float) -> None:
+    """Early ones free the host memory of gradients; late ones leave it to other copies until then."""
+    step = whole(network(LAYERS))
+    device = replace(HOSTED, disk_read_bytes_per_second=2e5, disk_write_bytes_per_second=2e5)
+    seconds, policy = op_seconds(step, device), policy_named("auto:update=host")
+    budget = floor_bytes(policy_named("auto"), step, device) * 5 // 4
+    early = policy.plan(step, replace(device, host_bytes=0), budget)
+    late = begun_when_free(step, early, simulate(step, early, device, seconds))
+    device = replace(device, host_bytes=int(StoredCopies(step, early, device).held.max() * share))
+    tried = [tiers_of(step, made, device, seconds)[1].step_seconds for made in (early, late)]
+    assert max(tried) > 1.1 * min(tried)
+    assert make_plan(step, device, policy, budget).step_seconds <= min(tried) * (1 + 1e-9)
 
 
 def test_where_the_disk_limits_a_step_less_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:

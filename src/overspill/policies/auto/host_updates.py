@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 
-from overspill.core import Device, Graph, Schedule, Stream, TensorKind, Verb
+from overspill.core import Device, Graph, Schedule, Stream, TensorKind, Timeline, Verb
 from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.planning.fastest import moved_bytes
 from overspill.planning.floor import retained_bytes
@@ -121,22 +121,31 @@ class Ways:
             return False, False
         out = f"{Stream.OFFLOAD} of"
         waited = sum(s.end_seconds - s.start_seconds for s in timeline.stalls if s.cause.startswith(out))
-        waits, limited = waited > WAITS * timeline.step_seconds, False
-        if self._device.host_bytes:
-            if made.counts[Verb.RUN_ON_HOST]:
-                made = begun_when_free(self._graph, made, timeline)
-                timeline = simulate(self._graph, made, self._device, self._seconds)
-            copies, alone = StoredCopies(self._graph, made, self._device), timeline.step_seconds
-            waits &= copies.least_seconds < alone
-            if max(alone, copies.least_seconds) > self._best_seconds:
-                return waits, limited
-            _, timeline = copies.fastest(timeline, partial(simulate, self._graph, made, self._device, self._seconds))
-            possible = max(alone, copies.least_seconds - self._spared_seconds(made))
-            limited = possible < (1 - SPARED) * timeline.step_seconds
+        waits = waited > WAITS * timeline.step_seconds
+        if not self._device.host_bytes:
+            self._note(made, timeline)
+            return waits, False
+        found = [self._with_disk(made, timeline)]
+        if made.counts[Verb.RUN_ON_HOST]:  # late updates need their state later, early ones free their gradients
+            later = begun_when_free(self._graph, made, timeline)
+            found.append(self._with_disk(later, simulate(self._graph, later, self._device, self._seconds)))
+        return waits and not any(limits for limits, _ in found), any(spares for _, spares in found)
+
+    def _with_disk(self, made: Schedule, alone: Timeline) -> tuple[bool, bool]:
+        """Note the plan with its disk if it may be the best; return whether the disk limits it, and may do far less."""
+        copies = StoredCopies(self._graph, made, self._device)
+        limits = copies.least_seconds >= alone.step_seconds
+        if max(alone.step_seconds, copies.least_seconds) > self._best_seconds:
+            return limits, False
+        _, timeline = copies.fastest(alone, partial(simulate, self._graph, made, self._device, self._seconds))
+        self._note(made, timeline)
+        possible = max(alone.step_seconds, copies.least_seconds - self._spared_seconds(made))
+        return limits, possible < (1 - SPARED) * timeline.step_seconds
+
+    def _note(self, made: Schedule, timeline: Timeline) -> None:
         cost = timeline.step_seconds, moved_bytes(self._graph, made)
         if self._best is None or cost < self._best[0]:
             self._best = cost, made, timeline.disk_seconds
-        return waits, limited
 
     def _spared_seconds(self, made: Schedule) -> float:
         """Return the most that the disk would do less, in seconds, if `made` kept nothing from forward to backward."""
