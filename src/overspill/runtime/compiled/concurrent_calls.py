@@ -37,10 +37,8 @@ class ConcurrentCalls:
         return kind in self._rooms
 
     def room(self, kind: GraphKey, kept_bytes: int) -> Room:
-        """Return the Room that a call of `kind` leaves; not settled: `kept_bytes`, or what was seen beside it."""
-        if kind in self:
-            return self._rooms[kind]
-        return Room(pending_bytes=max(kept_bytes, sum(n * self._keeps[k] for k, n in self.beside(kind).items())))
+        """Return the Room that a call of `kind` leaves; `kept_bytes` if it is not settled yet."""
+        return self._rooms.get(kind, Room(pending_bytes=kept_bytes))
 
     def plan(self, planned: Planned, problem: GraphProblem[Any]) -> None:
         """Note the plan of a training graph."""
