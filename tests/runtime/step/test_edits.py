@@ -127,7 +127,7 @@ def _as_plain(both: Both, error: Exception) -> str:
 
 
 QUICK = {
-    "tied", "smaller_group", "model.drop.p=0.6", "gains.append", "data = new", "frozen or not",
+    "tied", "smaller_group", "model.drop.p=0.6", "forward hook", "gains.append", "data = new", "frozen or not",
 }  # fmt: skip
 """Those that do not wait for the long suite, which tries all."""
 
