@@ -227,7 +227,9 @@ def _extras() -> Iterable[Finding]:
     for extra, (packages, serves) in EXTRAS.items():
         absent = [name for name in packages if not _is_installed(name)]
         if absent:
-            yield Finding(extra, "missing", f"no {', '.join(absent)}", serves, f'pip install "overspill[{extra}]"')
+            there = [f"{name} {_release(name)}" for name in packages if name not in absent]
+            found = "; ".join(filter(None, (f"no {', '.join(absent)}", ", ".join(there))))
+            yield Finding(extra, "missing", found, serves, f'pip install "overspill[{extra}]"')
         else:
             yield Finding(extra, "works", ", ".join(f"{name} {_release(name)}" for name in packages), serves)
 

@@ -512,3 +512,5 @@ def test_what_is_compiled_already_is_not_compiled_again() -> None:
     for again in (compiled, overspill.compile(model.forward, budget="8MiB", store="host")):
         with pytest.raises(RequestError, match="compiled by Overspill"):
             overspill.compile(again, budget="4MiB", store="host")
+    with pytest.raises(RequestError, match="no module"):
+        overspill.compile("gpt2", budget="4MiB")  # type: ignore[type-var]

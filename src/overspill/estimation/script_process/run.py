@@ -341,7 +341,10 @@ def _never(name: str, progress: Iterations) -> RequestError:
         return RequestError(
             f"{name} ended without a training step or a forward pass on cuda (it had {format_bytes(peak_bytes)} there)"
         )
-    advice = "choose the GPU, with the script's own option after -- if it has one"
+    advice = (
+        "choose the GPU, with the script's own option after --, or let it take one that is there: "
+        '.to("cuda" if torch.cuda.is_available() else "cpu")'
+    )
     if progress.host_steps:
         return RequestError(f"{name} trains on the CPU, not on cuda; {advice}")
     if progress.host_calls:

@@ -127,6 +127,8 @@ def compile(  # noqa: A001 - named as torch.compile is
             "this is compiled by Overspill already; to change the budget, compile what it was made of (a module is its "
             "`_orig_mod`)"
         )
+    if not callable(model):
+        raise RequestError(f"{model!r} is no module, function or method; make the model first, and give that")
     given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     optimizers = None if given is None else [unwrapped(o) for o in given]
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
