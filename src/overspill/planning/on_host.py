@@ -358,6 +358,18 @@ def balanced(
     return tuple(found[:best])
 
 
+def in_time(graph: Graph, made: Schedule, timeline: Timeline) -> tuple[int, ...]:
+    """Return the updates of a plan that the host ends in the step, and that the next step need not wait for."""
+    waiting = f"{Stream.HOST_UPDATE} of"
+    waited = {made.instructions[stall.instruction].target for stall in timeline.stalls if waiting in stall.cause}
+    ends = {e.target: e.end_seconds for e in timeline.events if e.verb is Verb.RUN_ON_HOST}
+    return tuple(
+        op
+        for op in updates_of(graph)
+        if ends.get(op, NEVER) <= timeline.step_seconds and waited.isdisjoint(graph.ops[op].writes)
+    )
+
+
 def begun_when_free(graph: Graph, schedule: Schedule, timeline: Timeline) -> Schedule:
     """Return `schedule` with each update where the host begins it by `timeline`, if nothing needs it before.
 

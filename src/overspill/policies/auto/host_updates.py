@@ -14,7 +14,7 @@ from overspill.core import Device, Graph, Schedule, Stream, TensorKind, Timeline
 from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.planning.fastest import moved_bytes
 from overspill.planning.floor import retained_bytes
-from overspill.planning.on_host import HostUpdates, balanced, begun_when_free, updates_of
+from overspill.planning.on_host import HostUpdates, balanced, begun_when_free, in_time, updates_of
 from overspill.planning.tiers import StoredCopies
 from overspill.simulate import simulate
 
@@ -41,6 +41,9 @@ class Ways:
         self._make, self._graph, self._device, self._seconds = make, graph, device, seconds
         self._budget_bytes = budget_bytes
         self._errors: list[InfeasibleBudgetError] = []
+        self._tried: set[tuple[int, ...]] = {()}
+        self._in_time: tuple[float, tuple[int, ...]] = math.inf, ()
+        """Of the fastest plan with updates on the host, without its disk: its seconds, and the updates that end in time."""
         self._best: tuple[tuple[float, int], Schedule, float] | None = None
         """The fastest: its step's seconds and moved bytes, the schedule, and the seconds in which the disk is busy."""
 
@@ -57,6 +60,8 @@ class Ways:
             self._weigh_with(balanced(self._graph, self._best[1], self._device, self._seconds, self._best[2]))
         if update != DEVICE:
             self._weigh_with(self._all)
+        if update == AUTO:
+            self._weigh_with(self._in_time[1])
         if self._best is None:
             raise min(self._errors, key=lambda error: error.floor_bytes)
         return replace(self._best[1], budget_bytes=self._budget_bytes)
@@ -93,8 +98,9 @@ class Ways:
     def _weigh_with(self, updates: tuple[int, ...]) -> None:
         """Weigh plans with these updates on the host, unless they cannot be faster."""
         host = HostUpdates(self._graph, updates, self._device, self._seconds)
-        if not updates or host.least_seconds(self._budget_bytes) >= self._best_seconds:
+        if updates in self._tried or host.least_seconds(self._budget_bytes) >= self._best_seconds:
             return
+        self._tried.add(updates)
 
         def made(ahead: int) -> Schedule:
             planned_bytes = None if self._budget_bytes is None else max(1, self._budget_bytes - sum(largest[:ahead]))
@@ -122,6 +128,8 @@ class Ways:
         out = f"{Stream.OFFLOAD} of"
         waited = sum(s.end_seconds - s.start_seconds for s in timeline.stalls if s.cause.startswith(out))
         waits = waited > WAITS * timeline.step_seconds
+        if made.counts[Verb.RUN_ON_HOST] and timeline.step_seconds < self._in_time[0]:
+            self._in_time = timeline.step_seconds, in_time(self._graph, made, timeline)
         if not self._device.host_bytes:
             self._note(made, timeline)
             return waits, False
