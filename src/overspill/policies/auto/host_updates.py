@@ -43,7 +43,7 @@ class Ways:
         self._errors: list[InfeasibleBudgetError] = []
         self._tried: set[tuple[int, ...]] = {()}
         self._in_time: tuple[float, tuple[int, ...]] = math.inf, ()
-        """Of the fastest plan with updates on the host, without its disk: its seconds, and the updates that end in time."""
+        """Of the fastest plan with updates on the host, without its disk: its seconds, and updates that end in time."""
         self._best: tuple[tuple[float, int], Schedule, float] | None = None
         """The fastest: its step's seconds and moved bytes, the schedule, and the seconds in which the disk is busy."""
 
