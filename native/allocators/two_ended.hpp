@@ -352,6 +352,8 @@ class TwoEndedAllocator final : public Allocator {
         PoolBlock* gap = gap_of(space);
         if (gap == nullptr || end <= gap->address || end >= gap->address + gap->size) return;
         space.free.erase(key(gap));
+        for (auto hole = space.free.lower_bound(Key{kHigh}); hole != space.free.end(); hole = space.free.erase(hole))
+            hole->second->region = kClosed;
         PoolBlock* front = blocks_.cut(gap, end - gap->address);
         gap->region = kClosed;
         space.closed = gap;

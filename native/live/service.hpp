@@ -117,6 +117,7 @@ class Service {
             postponed_.push_back(std::move(live));
         else
             free(live);
+        device_.trim();
         return true;
     }
 

@@ -71,8 +71,8 @@ class Gpu:
 
     def __init__(self, device: int, name: str = "planned") -> None:
         self.device = device
-        LiveAllocator(library_path(), name, check=True)
         self.library = allocator().library
+        LiveAllocator(library_path(), name, check=True)  # of the GPUs used from now on
         self.library.overspill_give(self.library.overspill_take(1, device, None), device)
         self.live: dict[object, tuple[int, int, int]] = {}
         self.marks = itertools.cycle(range(1, 256))
