@@ -433,6 +433,8 @@ def lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _flops(node: fx.Node) -> int:
+    if any("val" not in n.meta for n in (node, *node.all_input_nodes)):  # a check, or it reads a constant of the graph
+        return 0
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     return flops_of_call(node.target, args, kwargs, node.meta["val"])
 

@@ -21,6 +21,8 @@ from overspill.models.built_model import BuiltModel
 BETA = 0.1
 """The weight of the reference: TRL's default for DPO. It does not change what a step takes."""
 REFERENCE = "reference"
+_LEFT_OUT = "_disable_adapters"
+"""An attribute of peft's layers, whose method also turns gradients off."""
 _ASSUMED = "an inference engine has no memory on this GPU: leave its share out of the budget"
 
 
@@ -87,11 +89,11 @@ def _log_probabilities(module: nn.Module, input_ids: Tensor, labels: Tensor) -> 
 @contextmanager
 def _without_adapters(module: nn.Module) -> Iterator[None]:
     """Leave peft's adapters out inside the block."""
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "_disable_adapters")]
+    layers = [layer for layer in module.modules() if hasattr(layer, _LEFT_OUT)]
     for layer in layers:
-        layer._disable_adapters = True
+        setattr(layer, _LEFT_OUT, True)
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
+            setattr(layer, _LEFT_OUT, False)
