@@ -190,6 +190,4 @@ def forced_link_seconds(graph: Graph, device: Device, budget_bytes: int) -> floa
         least = min((a.workspace_bytes for a in op.algorithms), default=op.workspace_bytes)
         away = max(away, min(others, fixed + needed + least + others - budget_bytes))
     constant = sum(nbytes for t, nbytes in moving.items() if not program.written[t])
-    inward = away / device.prefetch_bytes_per_second
-    outward = max(0, away - constant) / device.offload_bytes_per_second
-    return max(inward, outward) if device.full_duplex else inward + outward
+    return device.link_seconds(max(0, away - constant), away)

@@ -17,10 +17,14 @@ def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     return int(flop_registry[op](*args, **kwargs, out_val=result))
 
 
+def has_formula(func: Any) -> bool:
+    """Return whether torch has a formula for an op's overload; an op without one is memory-bound."""
+    return getattr(func, "overloadpacket", None) in flop_registry
+
+
 def flops_of_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the FLOPs of an op's overload; 0 for ops without a formula, which are memory-bound."""
-    op = getattr(func, "overloadpacket", None)
-    return flops_of(op, args, kwargs, result) if op in flop_registry else 0
+    """Return the FLOPs of an op's overload; 0 for ops without a formula."""
+    return flops_of(func.overloadpacket, args, kwargs, result) if has_formula(func) else 0
 
 
 def moved_bytes(tensors: Iterable[Tensor]) -> int:

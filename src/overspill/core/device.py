@@ -99,6 +99,14 @@ class Device(Saved):
         """Return the least that the disk takes for these bytes, in any number of copies."""
         return read_bytes / self.disk_read_bytes_per_second + written_bytes / self.disk_write_bytes_per_second
 
+    def link_seconds(self, offloaded_bytes: int, prefetched_bytes: int) -> float:
+        """Return the least that the link is busy for with these bytes, in any number of copies: its busier direction.
+
+        On a half-duplex link it is the link itself.
+        """
+        out, back = offloaded_bytes / self.offload_bytes_per_second, prefetched_bytes / self.prefetch_bytes_per_second
+        return max(out, back) if self.full_duplex else out + back
+
     def offload_seconds(self, nbytes: int) -> float:
         """Return the seconds to move `nbytes` to the store, with nothing else running."""
         return self.transfer_latency_seconds + nbytes / self.offload_bytes_per_second

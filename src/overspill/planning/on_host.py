@@ -92,9 +92,8 @@ class HostUpdates:
         host = sum(device.host_update_seconds(bytes_of_update(graph, op)) for op in self.updates)
         # Gradients leave, and weights come back.
         read = {t for op in self.updates for t in op.reads} - self.weights
-        out = sum(nbytes[t] for t in read if rest.written_by[t]) / device.offload_bytes_per_second
-        back = sum(nbytes[t] for t in self.weights if rest.uses[t]) / device.prefetch_bytes_per_second
-        link = max(out, back) if device.full_duplex else out + back
+        out = sum(nbytes[t] for t in read if rest.written_by[t])
+        link = device.link_seconds(out, sum(nbytes[t] for t in self.weights if rest.uses[t]))
         bounds = [sum(computing_seconds(rest, self.seconds)), host, link]
         if device.host_bytes:
             # Between steps the store has what the device never has, and what is more than the budget.
@@ -339,8 +338,7 @@ def balanced(
     found: list[int] = []
 
     def busiest() -> float:
-        ways = out / device.offload_bytes_per_second, back / device.prefetch_bytes_per_second
-        return max(computing, on_host, disk_seconds, max(ways) if device.full_duplex else sum(ways))
+        return max(computing, on_host, disk_seconds, device.link_seconds(out, back))
 
     least, best = busiest(), 0
     for op in (graph.ops[number] for number in updates_of(graph)):

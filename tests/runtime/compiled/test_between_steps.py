@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.compiled.whole_budget_loops import OPTIMIZERS, WIDTH, Run, batch, begin, compare, loss_of
+from tests.runtime.compiled.whole_budget_loops import OPTIMIZERS, WIDTH, Run, batch, begin, compare, loss_of, step
 from torch import nn
 
 import overspill
@@ -80,12 +80,9 @@ class Levels(torch.optim.Optimizer):
 
 def test_an_optimizer_that_keeps_a_table_of_its_own() -> None:
     def loop(run: Run) -> None:
-        _, compiled, optimizer = begin(run, Levels)
+        _, compiled, _ = begin(run, Levels)
         for i in range(4):
-            loss_of(compiled, i).backward()
-            optimizer.step()
-            run.moves()
-            optimizer.zero_grad()
+            step(run, compiled, i)
 
     compare(loop, "60%")
 
@@ -130,13 +127,10 @@ def test_what_the_loops_own_code_leaves_beyond_the_budget_is_told_once(
 
 def test_a_view_of_a_weight_is_kept_from_some_step_on() -> None:
     def loop(run: Run) -> None:
-        model, compiled, optimizer = begin(run)
+        model, compiled, _ = begin(run)
         row = torch.zeros(())
         for i in range(5):
-            loss_of(compiled, i).backward()
-            optimizer.step()
-            run.moves()
-            optimizer.zero_grad()
+            step(run, compiled, i)
             if i == 1:
                 row = model[2].weight.detach()[3]
             row.mul_(0.5)
@@ -151,10 +145,7 @@ def test_state_dicts_and_copies_in_the_middle(how: str) -> None:
         model, compiled, optimizer = begin(run)
         saved = io.BytesIO()
         for i in range(5):
-            loss_of(compiled, i).backward()
-            optimizer.step()
-            run.moves()
-            optimizer.zero_grad()
+            step(run, compiled, i)
             if i == 1:
                 torch.save((model.state_dict(), optimizer.state_dict()), saved)
             if i == 2:
@@ -188,14 +179,11 @@ def test_by_name_models_of_one_class_with_equal_options_each_move_their_own() ->
 @either_way
 def test_freezing_and_unfreezing(how: str) -> None:
     def loop(run: Run) -> None:
-        model, compiled, optimizer = begin(run)
+        model, compiled, _ = begin(run)
         for i in range(6):
             if i in (2, 4):
                 model[0].requires_grad_(i == 4)
-            loss_of(compiled, i).backward()
-            optimizer.step()
-            run.moves()
-            optimizer.zero_grad()
+            step(run, compiled, i)
 
     compare(loop, "60%", how=how)
 

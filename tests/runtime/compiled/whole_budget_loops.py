@@ -114,3 +114,11 @@ def begin(run: Run, make: Make = adamw) -> tuple[nn.Sequential, Callable[..., An
 def loss_of(compiled: Callable[..., Any], seed: int) -> Tensor:
     value: Tensor = compiled(batch(seed)).square().mean()
     return value
+
+
+def step(run: Run, compiled: Callable[..., Any], seed: int) -> None:
+    """Do a step of the run's first optimizer, by a plan that moves parameters."""
+    loss_of(compiled, seed).backward()
+    run.optimizers[0].step()
+    run.moves()
+    run.optimizers[0].zero_grad()

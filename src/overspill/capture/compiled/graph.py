@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from overspill.capture.flops import flops_of_call, moved_bytes
+from overspill.capture.flops import flops_of_call, has_formula, moved_bytes
 from overspill.capture.layers import LayerNames, op_name
 from overspill.capture.programs.checkpoints import checkpoint_of
 from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
@@ -19,7 +19,17 @@ from overspill.pytorch.storages import storage_key
 from overspill.pytorch.trees import tree_leaves
 
 from .batch_norm import recomputes_without_statistics, results_without_statistics
-from .joint import JointGraph, StorageKey, input_of, is_random, is_repeatable, mutated_args, storage_bytes, storages
+from .joint import (
+    JointGraph,
+    StorageKey,
+    has_fakes,
+    input_of,
+    is_random,
+    is_repeatable,
+    mutated_args,
+    storage_bytes,
+    storages,
+)  # fmt: skip
 from .lines import NodeLines
 from .result_memory import into_memory
 from .scratch import AS_LARGE_AS_INPUT, measure, scratch_of
@@ -433,7 +443,7 @@ def lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _flops(node: fx.Node) -> int:
-    if any("val" not in n.meta for n in (node, *node.all_input_nodes)):  # a check, or it reads a constant of the graph
+    if not has_formula(node.target) or not has_fakes(node):
         return 0
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     return flops_of_call(node.target, args, kwargs, node.meta["val"])

@@ -242,6 +242,11 @@ class JointGraph:
         return node.op == "call_function" and node.target is not operator.getitem and not self.is_view(node)
 
 
+def has_fakes(node: fx.Node) -> bool:
+    """Return whether the fakes of all that a node reads and makes are there; a constant of the graph has none."""
+    return all("val" in n.meta for n in (node, *node.all_input_nodes))
+
+
 def storages(node: fx.Node) -> list[StorageKey]:
     """Return the keys of the distinct storages in a node's value.
 

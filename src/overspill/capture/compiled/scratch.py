@@ -29,6 +29,8 @@ from overspill.pytorch.dispatch import OpOverload
 from overspill.pytorch.schemas import arguments, node_argument
 from overspill.pytorch.trees import tree_leaves
 
+from .joint import has_fakes
+
 aten = torch.ops.aten
 
 LOSSES = frozenset({
@@ -135,10 +137,9 @@ def _on_cpu(node: fx.Node) -> CallWorkspace:
     """Return the scratch of a call on the CPU, which is run once if it may take more than a few bytes."""
     if not isinstance(node.target, OpOverload) or node.target.namespace not in MEASURED:
         return NO_WORKSPACE
-    nodes = (*node.all_input_nodes, node)
-    if any("val" not in n.meta for n in nodes):  # one reads a constant of the graph, of which no fake is kept
+    if not has_fakes(node):
         return NO_WORKSPACE
-    values = [v for v in tree_leaves([n.meta["val"] for n in nodes]) if isinstance(v, Tensor)]
+    values = [v for v in tree_leaves([n.meta["val"] for n in (*node.all_input_nodes, node)]) if isinstance(v, Tensor)]
     dtypes = {value.dtype for value in values}
     wide = dtypes <= {torch.float32, torch.float64}
     if torch.Tag.pointwise in node.target.tags and len(dtypes) < 2:
