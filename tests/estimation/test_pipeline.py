@@ -100,9 +100,12 @@ def most_at_once(recording: Recording) -> int:
     return max(sum(b.start <= a.start < b.end for b in wide if b.layer == a.layer and b.op == b.op) for a in wide)
 
 
-def test_stages_have_blocks_evenly_and_are_of_decoders() -> None:
-    with pytest.raises(RequestError, match=r"4 blocks, .*evenly"):
-        stage(0, gpus=3)
+def test_the_first_stages_have_the_blocks_that_are_left_and_stages_are_of_decoders() -> None:
+    weights = [alive(stage(at, gpus=3))[TensorKind.PARAMETER] for at in range(3)]
+    ends = [TOKEN_WEIGHTS + POSITION_WEIGHTS, 0, LAST_NORM + TOKEN_WEIGHTS]
+    assert weights == [blocks * BLOCK + end for blocks, end in zip((2, 1, 1), ends, strict=True)]
+    with pytest.raises(RequestError, match="4 blocks"):
+        stage(0, gpus=5)
     with pytest.raises(RequestError, match="Sequential"):
         trained(parallel=Parallel("pp", 2))
     with pytest.raises(RequestError, match="of 4 micro-batches"):

@@ -18,7 +18,7 @@ from overspill.capture.recording.recorder import Recorder
 from overspill.capture.recording.recording import Recording
 from overspill.capture.recording.repeated import repeated
 from overspill.capture.virtual_gpu.record import record
-from overspill.capture.virtual_gpu.values.real_values import forget
+from overspill.capture.virtual_gpu.values.real_values import forget, know_nonzero
 from overspill.core.errors import RequestError
 from overspill.job import Job
 from overspill.job.loop import train_steps, update
@@ -77,12 +77,13 @@ class _Loop:
         return self._built
 
     def make_inputs(self) -> Any:
-        """Return a batch on the host, of which only integers have values."""
+        """Return a batch on the host, of which only integers have values; no other number is 0."""
         with drawing_from(0):
             made = self.built.make_batch(self.job.micro_batch(self.job.batch))  # type: ignore[arg-type]
         for tensor in tensors_in(made):
             if tensor.is_floating_point():
                 forget(tensor)
+                know_nonzero(tensor)
         return made
 
     def loss(self, module: nn.Module, inputs: Any) -> Tensor:

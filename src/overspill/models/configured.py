@@ -14,7 +14,7 @@ DECODER, HUGGING_FACE = "decoder", "hf"
 FORMS = {
     "decoder:width=768,depth=12,heads=12,vocabulary=50257,seq_len=512": "the built-in decoder in any size; these are "
     "the defaults, GPT-2's",
-    "hf:PATH/config.json": "a model of transformers, from its configuration: of text, of images, of both, and Whisper",
+    "hf:PATH/config.json": "a model of transformers, from its configuration: of text, images, both, sound or boxes",
     "hf:gpt2,n_layer=6,n_embd=384": "the same by model type and fields of its configuration",
     "mistralai/Mistral-7B-v0.1": "the same by its name on the Hub, from which the configuration alone is read",
     "llama-3.1-8b": "the same without a network or a login, for " + ", ".join(SHORT),

@@ -18,7 +18,7 @@ from overspill.core.registry import did_you_mean
 
 from .built_model import IMAGE_SIZE, SEQ_LEN, BuiltModel, checked_size
 from .configuration import located, one_line, settings_of
-from .multimodal import images_and_text, sound_and_text
+from .multimodal import images_and_boxes, images_and_text, loss_on_boxes, sound_and_text
 
 
 class _Kind(NamedTuple):
@@ -54,6 +54,12 @@ IMAGES_AND_TEXT = _Kind(
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
     ("ForConditionalGeneration",),
 )
+DETECTION = _Kind(
+    "a detector of objects",
+    "AutoModelForObjectDetection",
+    "MODEL_FOR_OBJECT_DETECTION_MAPPING",
+    ("ForObjectDetection",),
+)
 SOUND = _Kind(
     "a model from sound to text",
     "AutoModelForSpeechSeq2Seq",
@@ -81,11 +87,15 @@ def load_hugging_face(name: str, seq_len: int | None, image_size: int | None = N
 def _load(name: str, seq_len: int | None, image_size: int | None, transformers: Any) -> BuiltModel:
     config = _config(name, transformers.AutoConfig, list(transformers.CONFIG_MAPPING))
     kind = _kind(name, config, transformers)
-    if image_size is not None and kind is not IMAGES_AND_TEXT:
+    if image_size is not None and kind not in (IMAGES_AND_TEXT, DETECTION):
         raise RequestError(f"image_size= does not apply to {name}; its configuration has what it reads")
+    if seq_len is not None and kind in (IMAGES, DETECTION):
+        raise RequestError(f"seq_len= does not apply to {name}, which reads images; leave it out")
+    if kind is DETECTION:
+        make_batch, assumed = images_and_boxes(name, config, image_size)
+        module = _made(name, config, "sdpa", kind, transformers)
+        return BuiltModel(name, module, make_batch, loss_on_boxes, assumed=assumed)
     if kind is IMAGES:
-        if seq_len is not None:
-            raise RequestError(f"seq_len= does not apply to {name}, which reads images; leave it out")
         return BuiltModel(
             name, _made(name, config, "sdpa", kind, transformers), _image_batches(config), _loss_on_images
         )
@@ -117,7 +127,7 @@ def _load(name: str, seq_len: int | None, image_size: int | None, transformers: 
 def _kind(name: str, config: Any, transformers: Any) -> _Kind:
     """Return the task that the configuration names, or that of its model type."""
     reads_text = (TEXT_TO_TEXT,) if getattr(config, "is_encoder_decoder", False) else (MASKED, CAUSAL)
-    kinds = (*reads_text, IMAGES, IMAGES_AND_TEXT, SOUND)
+    kinds = (*reads_text, IMAGES, IMAGES_AND_TEXT, DETECTION, SOUND)
     known = [kind for kind in kinds if type(config) in getattr(transformers, kind.mapping)]
     for architecture in getattr(config, "architectures", None) or ():
         for kind in known:
@@ -127,8 +137,8 @@ def _kind(name: str, config: Any, transformers: Any) -> _Kind:
         made = {kind: getattr(transformers, kind.mapping)[type(config)] for kind in known}
         return next((kind for kind in known if kind is IMAGES_AND_TEXT and made[kind] is made[known[0]]), known[0])
     raise RequestError(
-        f"{name}: of {config.model_type} transformers makes no model of text, of images, of both, or from sound to "
-        "text; name a function of yours that makes the model: package.module:callable"
+        f"{name}: of {config.model_type} transformers makes no model of text, of images, of both, from sound to "
+        "text, or from images to boxes; name a function of yours that makes the model: package.module:callable"
     )
 
 
@@ -184,6 +194,10 @@ def _config(name: str, auto: Any, known: list[str]) -> Any:
     kind = name.partition(":")[2].split(",")[0] if path is None else said.get("model_type")
     if kind not in known:
         hint = did_you_mean(str(kind), known, most=3)
+        if kind is None and isinstance(said.get("type"), str):  # of lerobot, as pi0_base and smolvla_base have it
+            own = f"its own of that name is hf:{said['type']}; or " if said["type"] in known else ""
+            hint = f"; this is a configuration of lerobot's {said['type']!r}: {own}name a function of yours that makes "
+            hint += "the policy and its batch, package.module:callable"
         if "auto_map" in said:
             hint = ", and code that comes with a model is not run; for a model of yours write package.module:callable"
         raise RequestError(f"{name}: transformers has no model type {kind!r}{hint}")

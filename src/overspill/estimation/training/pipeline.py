@@ -3,7 +3,8 @@
 The embedding is before the first block, head and loss are after the last. The schedule is 1F1B, as in
 torch.distributed.pipelining's Schedule1F1B and Megatron-LM (Narayanan et al., SC 2021, §2.2). Of N stages, the one
 after s others has N - s micro-batches in progress, and then alternates between ending one and beginning the next. A
-receive buffer exists from its first use to the end of its micro-batch.
+receive buffer exists from its first use to the end of its micro-batch. Where blocks do not divide evenly, the first
+stages have one more each, as DeepSpeed has it (deepspeed/runtime/utils.py, `partition_uniform`).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Stage:
         self._first, self._last = parallel.stage == 0, parallel.stage == parallel.gpus - 1
         self._ahead = min(parallel.gpus - parallel.stage, parallel.pieces)
         blocks = _blocks(module, parallel.gpus)
-        count = len(blocks) // parallel.gpus
-        begin = parallel.stage * count
+        each, more = divmod(len(blocks), parallel.gpus)
+        begin, count = parallel.stage * each + min(parallel.stage, more), each + (parallel.stage < more)
         self._before, self._own = blocks[:begin], blocks[begin : begin + count]
         self._blocks = blocks
         self._in_tuples = False  # how blocks return hidden states
@@ -220,7 +221,7 @@ def _own_tensors(module: nn.Module) -> bool:
 def _blocks(module: nn.Module, stages: int) -> list[nn.Module]:
     """Return the blocks of a decoder.
 
-    Raises RequestError if it has none, or they do not divide evenly.
+    Raises RequestError if it has none, or fewer than `stages`.
     """
     blocks = list(repeated_blocks(module))
     holders = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and list(m) == blocks]
@@ -230,9 +231,9 @@ def _blocks(module: nn.Module, stages: int) -> list[nn.Module]:
             f"{type(module).__name__} is not cut in stages here, as the built-in decoders and those of transformers "
             "are; take one of them, or another kind than pp"
         )
-    if len(blocks) % stages:
+    if len(blocks) < stages:
         raise RequestError(
-            f"{type(module).__name__} has {len(blocks)} blocks, which {stages} stages cannot share evenly; take a "
-            "number of GPUs that divides them"
+            f"{type(module).__name__} has {len(blocks)} blocks, too few for {stages} stages; take at most "
+            f"{len(blocks)} GPUs"
         )
     return blocks

@@ -133,6 +133,7 @@ _ASSUMED = {
     ("nn/functional.py", "gaussian_nll_loss"): False,  # no variance is negative
     ("nn/modules/transformer.py", "_detect_is_causal_mask"): True,  # a square mask is the causal one
     ("distributions/", ""): True,  # parameters are valid
+    ("__init__.py", "_check_tensor_all_with"): True,  # what a program checks is so
 }
 
 
@@ -153,6 +154,18 @@ def goes_on(frame: FrameType | None) -> bool | None:
         return found[0] if found and file != frame.f_code.co_filename else None
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     return any(question in line for question in _PROGRESS)
+
+
+_MATCHES = "linear_sum_assignment"  # scipy's: as many pairs as the shorter side of the costs, whatever they are
+
+
+def decides_no_size(frame: FrameType | None) -> bool:
+    """Return whether `frame` reads values only to match boxes with objects, as detectors do."""
+    if frame is None:
+        return False
+    return frame.f_code.co_name == _MATCHES or f"{_MATCHES}(" in linecache.getline(
+        frame.f_code.co_filename, frame.f_lineno
+    )
 
 
 def _for_lbfgs() -> bool:

@@ -73,15 +73,19 @@ class Invented:
     def decide(self, frame: FrameType | None, answer: Any) -> Any:
         """Return `answer` to a read of `frame`, or the answer with which no error follows."""
         self.read(frame)
-        found = user_frame(frame)
-        needed = None if found is None else _needed(found.f_code.co_filename).get(found.f_lineno)
+        needed = with_which_no_error_follows(frame)
         return answer if needed is None else needed
 
     def array(self, tensor: Tensor, frame: FrameType | None) -> Tensor:
         """Return a host tensor like `tensor` with placeholder values, read by `frame`."""
         self.read(frame)
-        with DisableTorchDispatch():
-            return torch.full(tuple(tensor.shape), value_of(tensor), dtype=tensor.dtype, device="cpu")
+        return placeholders(tensor)
+
+
+def placeholders(tensor: Tensor) -> Tensor:
+    """Return a host tensor like `tensor` with placeholder values."""
+    with DisableTorchDispatch():
+        return torch.full(tuple(tensor.shape), value_of(tensor), dtype=tensor.dtype, device="cpu")
 
 
 def value_of(tensor: Tensor) -> Any:
@@ -97,6 +101,12 @@ def _place(frame: FrameType) -> Place:
 
 
 # --- Conditions that errors follow ------------------------------------------------------------------------------------
+
+
+def with_which_no_error_follows(frame: FrameType | None) -> bool | None:
+    """Return the answer to a read of `frame` that an `assert` or `if … raise` goes on with; None elsewhere."""
+    found = user_frame(frame)
+    return None if found is None else _needed(found.f_code.co_filename).get(found.f_lineno)
 
 
 @cache

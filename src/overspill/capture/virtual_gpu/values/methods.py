@@ -6,14 +6,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from overspill.pytorch.fake_tensors import DataDependentOutputException, FakeTensor
 from overspill.pytorch.patching import Patches
 
-from .assumptions import goes_on
-from .frames import caller
-from .invented import FRACTION, WHOLE, Invented, value_of
+from .assumptions import decides_no_size, goes_on
+from .frames import caller, user_frame
+from .invented import FRACTION, WHOLE, Invented, placeholders, value_of, with_which_no_error_follows
 from .real_values import is_unknown, values_of
 from .unknown import UnknownNumber, data_dependent
 
@@ -74,6 +75,8 @@ def _item(original: Callable[..., Any], invented: Invented | None) -> Callable[.
             return original(tensor)
         if tensor.numel() != 1:
             raise data_dependent()
+        if tensor.dtype is torch.bool and (answer := goes_on(caller(sys._getframe(1)))) is not None:
+            return answer
         if invented is None:
             if tensor.dtype.is_complex:
                 raise data_dependent()
@@ -94,9 +97,11 @@ def _array(original: Callable[..., Any], invented: Invented | None) -> Callable[
     def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not _is_unknown(tensor):
             return original(tensor, *args, **kwargs)
-        if invented is None:
-            raise data_dependent()
-        return original(invented.array(tensor, sys._getframe(1)), *args, **kwargs)
+        if invented is not None:
+            return original(invented.array(tensor, sys._getframe(1)), *args, **kwargs)
+        if decides_no_size(user_frame(sys._getframe(1))):
+            return original(placeholders(tensor), *args, **kwargs)
+        raise data_dependent()
 
     return read
 
@@ -111,9 +116,11 @@ def _truth(original: Callable[..., bool], invented: Invented | None) -> Callable
         try:
             return original(tensor)
         except DataDependentOutputException:
-            if (answer := goes_on(caller(sys._getframe(1)))) is not None:
-                return answer
-            raise data_dependent() from None
+            if (answer := goes_on(caller(sys._getframe(1)))) is None:
+                answer = with_which_no_error_follows(sys._getframe(1))
+            if answer is None:
+                raise data_dependent() from None
+            return answer
 
     return decide
 

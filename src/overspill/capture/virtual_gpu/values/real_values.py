@@ -2,7 +2,8 @@
 
 Its own data are files, lists, and samples drawn on the host. Values are kept by storage, as bytes on the host: views
 share them, and in-place writes change them. An op whose inputs are all known is computed as well. Any other tensor that
-is written becomes unknown, a fake one as well as a real one of the host.
+is written becomes unknown, a fake one as well as a real one of the host. Of a tensor too large for that, one value for
+all of its elements may be known.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from overspill.pytorch.fake_tensors import FakeTensor
 aten = torch.ops.aten
 _BYTES = "_overspill_bytes"  # on a fake tensor's storage: a host storage with its values
 _UNKNOWN = "_overspill_unknown"  # on a real storage into which unknown values were written: an _Unknown
+_ALL = "_overspill_all"  # on a fake tensor's storage: the value of all its elements, or NONZERO
+NONZERO = object()
+"""What is known of the numbers of a batch: none is exactly 0, as in an image that is not padding."""
 _MOST = 1 << 23  # elements that an op reads and makes; so one that only looks at each takes milliseconds
 _MOST_MULTIPLIED = 1024  # the same of ops that do more
 _MOST_BYTES = 2 << 30  # that are kept at any time
@@ -40,6 +44,11 @@ _MULTIPLY = (
 )
 _WITHOUT_VALUES = ("empty", "new_empty", "resize")
 _FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
+_COPIES = {
+    aten._to_copy.default, aten.clone.default, aten._unsafe_view.default, aten.index.Tensor,
+    aten.upsample_nearest2d.default, aten.upsample_nearest2d.vec,
+}  # fmt: skip
+"""Ops whose results have elements of their first argument alone."""
 _HOST = torch.device("cpu")
 _DRAWN_DATA = {
     aten.randint.default,
@@ -92,10 +101,9 @@ def values_of(tensor: Tensor) -> Tensor | None:
 
 def follow(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
     """Compute values of `result` and of written tensors if possible; return whether all are known."""
-    if func.is_view:
-        return False  # it has those of its storage
-    if func.namespace == "c10d":  # writes what other processes have, and does not say where
-        for tensor in tensors_in(args, []):
+    if func.is_view or func.namespace == "c10d":
+        # A view has those of its storage. Collectives write what other processes have, and do not say where.
+        for tensor in () if func.is_view else tensors_in(args, []):
             if isinstance(tensor, FakeTensor):  # all processes have the same on their hosts
                 forget(tensor)
         return False
@@ -104,13 +112,45 @@ def follow(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
     if written:
         return _write(func, args, kwargs, written)
     made = [output for output in _outputs(result) if isinstance(output, FakeTensor)]
-    if not made:
-        return False
-    if sum(tensor.numel() for tensor in made) > _MOST:  # as a tensor of zeros, which reads nothing
+    if len(made) == 1 and made[0] is result and (every := _every(func, args, result)) is not None:
+        return _keep_every(result, every)
+    if not made or sum(tensor.numel() for tensor in made) > _MOST:  # as a tensor of zeros, which reads nothing
         return False
     values = computed(func, args, kwargs)
     keep(result, values)
     return values is not None
+
+
+def know_nonzero(tensor: Tensor) -> None:
+    """Note that no element of a fake `tensor` is 0."""
+    if isinstance(tensor, FakeTensor):
+        setattr(tensor.untyped_storage(), _ALL, NONZERO)
+
+
+def _every(func: Any, args: Any, result: Tensor) -> Any:
+    """Return the value of all elements of the `result` of `func`, or NONZERO, or None if they may differ."""
+    if func is aten.ones.default:
+        return 1 if result.numel() > _MOST else None
+    first = args[0] if args else None
+    if not isinstance(first, FakeTensor) or (every := getattr(first.untyped_storage(), _ALL, None)) is None:
+        return None
+    if func in _COPIES:
+        return None if every is NONZERO and not result.is_floating_point() else every
+    if func in (aten.eq.Scalar, aten.ne.Scalar):
+        return func is aten.ne.Scalar if every is NONZERO and args[1] == 0 else None
+    if func is aten.sum.dim_IntList and every is not NONZERO:
+        return every * (first.numel() // result.numel()) if result.numel() else None
+    return None
+
+
+def _keep_every(tensor: FakeTensor, every: Any) -> bool:
+    """Keep the value of all elements of `tensor`; return whether it is known."""
+    if every is NONZERO or tensor.numel() > _MOST:
+        setattr(tensor.untyped_storage(), _ALL, every)
+        return every is not NONZERO
+    with DisableTorchDispatch():
+        keep(tensor, torch.full(tuple(tensor.shape), every, dtype=tensor.dtype, device="cpu"))
+    return True
 
 
 def keep(result: Any, values: Any) -> None:
@@ -172,6 +212,8 @@ def _real(value: Any, written: Sequence[Tensor]) -> Any:
 def _write(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tensor]) -> bool:
     """Let `func` write the kept values of `written` too, and return True; forget them if it reads unknown ones."""
     for tensor in written:
+        if isinstance(tensor, FakeTensor) and hasattr(tensor.untyped_storage(), _ALL):
+            delattr(tensor.untyped_storage(), _ALL)
         if _overwrites(func, tensor):
             _fill(tensor, None)
     # torch itself updates what only it knows as a constant, and real tensors by such; a second write would be wrong.

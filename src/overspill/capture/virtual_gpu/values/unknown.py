@@ -12,7 +12,7 @@ from overspill.core.errors import UnsupportedError
 
 from .assumptions import goes_on
 from .frames import user_line
-from .invented import FRACTION, WHOLE, Invented
+from .invented import FRACTION, WHOLE, Invented, with_which_no_error_follows
 
 
 def _comparing(comparison: Callable[[Any, Any], Any]) -> Callable[[UnknownNumber, Any], Any]:
@@ -85,9 +85,11 @@ class UnknownNumber(float):
         """Return the answer to the program at `frame`, if it has any. Raises UnsupportedError otherwise."""
         if (known := goes_on(frame)) is not None:
             return known
-        if self._invented is None:
+        if self._invented is not None:
+            return self._invented.decide(frame, answer())
+        if (needed := with_which_no_error_follows(frame)) is None:
             raise data_dependent()
-        return self._invented.decide(frame, answer())
+        return needed
 
     def __bool__(self) -> bool:
         return bool(self._decided(sys._getframe(1), lambda: True))
