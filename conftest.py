@@ -6,6 +6,8 @@ changes.
 Where it does not matter how good plans are, `auto` searches with a tenth of its effort; tests of their quality give an
 `Effort` themselves. Random examples are the same in every run; `HYPOTHESIS_PROFILE=default make test` draws new ones.
 
+`@pytest.mark.short("id", …)` leaves those parameters of a test to the short suite; the others are `long`.
+
 `pytest --shuffle SEED` runs the tests in a random order, for no test may depend on one that ran before it.
 """
 
@@ -19,6 +21,7 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OVERSPILL_EFFORT", "0.1")
 
+import hypothesis.internal.conjecture.providers as drawing
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -37,7 +40,10 @@ for accelerator in (torch.cuda, torch.mtia, torch.xpu):
 logging.getLogger("torch.__trace").propagate = True
 # How long an example takes to draw says how busy the machine is.
 settings.register_profile("repeatable", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+settings.load_profile(profile := os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+if profile == "repeatable":
+    # Else constants of all sources are looked for, 6 s a process, and any edit of any file changes what is drawn.
+    drawing._get_local_constants = lambda: drawing._local_constants
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +76,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
 
 
+def leave_to_the_short_suite(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as long all parameters that `short` does not name; each name must be that of one."""
+    unknown: dict[str, set[str]] = {}
+    for item in items:
+        if (short := item.get_closest_marker("short")) is not None:
+            test, found = item.nodeid.split("[")[0], item.callspec.id
+            unknown.setdefault(test, set(short.args)).discard(found)
+            if found not in short.args:
+                item.add_marker("long")
+    if any(unknown.values()) and not any("::" in given for given in config.args):
+        raise pytest.UsageError(f"no parameters: {[(test, *names) for test, names in unknown.items() if names]}")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_to_the_short_suite(config, items)
     # The longest ones first: begun last, they would run alone.
     items.sort(key=lambda item: item.path.name != "test_real_size.py")
     if config.option.shuffle is not None:

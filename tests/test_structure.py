@@ -41,17 +41,25 @@ TOP = "overspill"  # stands for the files directly in src/overspill: they may im
 
 
 @cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+
+
+@cache
 def imported_modules(path: Path, source: Path) -> list[str]:
     """The full names of all that the file at `path` imports, at its top or inside functions, a name in a string included."""
     package, found = path.relative_to(source).parent.parts, list[str]()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*base, *([node.module] if node.module else [])))
             found += [f"{module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and "import_module" in (
+            getattr(node.func, "attr", ""),
+            getattr(node.func, "id", ""),
+        ):
             found += [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
     return found
 
@@ -223,7 +231,7 @@ def test_no_class_name_stands_in_two_files(package: Path) -> None:
     """Unless one is a subclass of the other."""
     places: dict[str, list[tuple[str, list[str]]]] = {}
     for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
                 places.setdefault(node.name, []).append((path.name, bases))

@@ -100,12 +100,14 @@ class TestData:
                 assert 100 * sum(errors) / len(errors) == pytest.approx(mean, abs=0.15)
 
 
+@pytest.mark.short("VGG16", "ResNet152", "MnasNet", "RegNetX400MF", "ConvNeXtTiny")
 @pytest.mark.parametrize("model", PARAMETERS)
 def test_a_model_has_the_published_number_of_parameters(model: str, fake: None) -> None:
     need(model)
     assert sum(parameter.numel() for parameter in jobs.build(row_of(model)).parameters()) == PARAMETERS[model]
 
 
+@pytest.mark.short("0-MnasNet", "0-MobeNetV3Small")
 @pytest.mark.parametrize("model", ["MnasNet", "MobeNetV3Small"])
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_an_image_job_runs_for_real_on_a_tiny_batch(model: str, mode: int) -> None:
@@ -145,6 +147,7 @@ def test_whoever_asks_is_told_of_every_iteration(fake: None) -> None:
     assert len(starts) == 3
 
 
+@pytest.mark.short("VGG16", "LSTM")
 @pytest.mark.parametrize("row", [row for row in dnnmem.load() if row.source == "Table 6"], ids=lambda row: row.model)
 def test_a_job_of_the_papers_table_runs_with_fake_tensors(row: dnnmem.Row, fake: None) -> None:
     need(row.model)

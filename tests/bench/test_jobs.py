@@ -26,8 +26,7 @@ from jobs_by_field.ways import WAYS, Steps, Way
 
 ROOT = Path(__file__).parents[2]
 QUICK = (
-    ("lstm", "train_step"), ("simclr", "train_step"), ("mixed-types", "compile"), ("checkpoint-reentrant", "train_step"),
-    ("experts-switch", "compile"), ("branch", "train_step"),
+    ("lstm", "train_step"), ("simclr", "train_step"), ("experts-switch", "compile"), ("branch", "train_step"),
 )  # fmt: skip
 """Those that do not wait for the long suite, of many fields."""
 CASES = [

@@ -61,6 +61,7 @@ def train(
     return losses, dict(model.state_dict())
 
 
+@pytest.mark.short("{'mixed_precision': 'bf16', 'gradient_accumulation_steps': 2}")
 @pytest.mark.parametrize("asked", [{}, {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}], ids=str)
 def test_accelerate_compiles_for_a_budget_with_the_bits_of_a_plain_run(asked: dict[str, Any]) -> None:
     losses, state = train(None, **asked)

@@ -38,7 +38,7 @@ def llama(*, lora: bool = False) -> Any:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     transformers.set_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=32, attn_implementation="eager",
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)

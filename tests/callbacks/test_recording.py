@@ -99,6 +99,7 @@ def check_files(recording: Recording, folder: Path) -> None:
     assert '"measured":true' in (folder / "run.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.short("train_step-eager")
 @pytest.mark.parametrize(
     ("door", "backend"),
     [
@@ -246,6 +247,7 @@ def left_behind(loop: Loop) -> list[Any]:
     ]
 
 
+@pytest.mark.short("compile")
 @pytest.mark.parametrize("door", DOORS)
 def test_when_it_ends_nothing_of_it_is_left(door: str) -> None:
     loop = Loop(door)
@@ -264,6 +266,7 @@ def test_when_it_ends_nothing_of_it_is_left(door: str) -> None:
     assert [ref() for ref in made] == [None] * 3
 
 
+@pytest.mark.long
 def test_a_record_of_some_steps_does_not_grow_in_forty() -> None:
     loop = Loop("compile")
     loop.steps(2)
@@ -310,6 +313,7 @@ def test_an_error_inside_ends_it_and_training_goes_on() -> None:
     assert ours.same_as(plain)
 
 
+@pytest.mark.short("False")
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_step_that_the_store_has_stopped_goes_on_with_the_same_bits(
     inside: bool, monkeypatch: pytest.MonkeyPatch

@@ -62,6 +62,7 @@ def test_comparisons_are_of_the_same_step() -> None:
     assert row.plan.peak_bytes == unmanaged_peak(rank(), H100)
 
 
+@pytest.mark.long
 def test_the_dtype_of_what_is_gathered_may_be_another() -> None:
     mixed, plain = rank(param_dtype="bfloat16"), rank()
     sent = [[op.collective.nbytes for op in g.ops if op.collective is not None] for g in (mixed, plain)]

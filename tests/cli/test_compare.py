@@ -120,6 +120,7 @@ def test_a_reader_sees_the_fastest_that_fits_first_that_times_are_simulated_and_
     assert all(f'"{name}"' in page for name in ("auto", "in-core", "checkpoint"))
 
 
+@pytest.mark.long
 def test_a_gpu_offers_convolutions_a_choice_of_algorithms_and_a_cpu_does_not(overspill: Overspill) -> None:
     words, policies = "alexnet --small --batch 16 --json", "--policies liveness,liveness:m"
     rows = by_policy(overspill(f"compare {words} {policies} --gpu titan-x").answer)

@@ -32,6 +32,7 @@ def script() -> str:
     return "job.py"
 
 
+@pytest.mark.short("")
 @pytest.mark.parametrize("arguments", ["", "amp parts"])
 def test_a_recorded_step_of_a_script_is_planned_and_compared(overspill: Overspill, script: str, arguments: str) -> None:
     words = f"--script {script} --gpu t4 --json"

@@ -108,6 +108,7 @@ def test_a_package_that_cannot_be_loaded_leaves_the_other_policies(
     assert "theirs" not in {row["policy"] for row in compared.answer["rows"]}
 
 
+@pytest.mark.short("estimate")
 @pytest.mark.parametrize("command", ["plan", "estimate"])
 def test_what_a_module_alone_is_taken_to_read_is_said_once(command: str, overspill: Overspill) -> None:
     asked = f"{command} nets:forward_alone --batch 4"

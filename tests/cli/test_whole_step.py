@@ -13,6 +13,10 @@ from overspill.costs import MeasuredTimes
 TRAIN = "train nets:shallow --batch 8 --whole-step --store host --steps 2 --json"
 
 
+@pytest.mark.short(
+    "--optimizer adamw --budget 50%",
+    "--optimizer momentum --budget 60% --clip-norm 0.01 --clip-value 0.001 --accumulate 2",
+)
 @pytest.mark.parametrize(
     "words",
     [

@@ -170,6 +170,7 @@ def test_frozen_weights_beside_adapters_can_have_few_bits() -> None:
     assert "LoRA: adapters of rank 8 alone" not in words
 
 
+@pytest.mark.long
 def test_no_other_update_is_tried_beside_adapters_whose_state_is_little() -> None:
     tried: list[str] = []
     vain: dict[str, str] = {}
@@ -180,6 +181,7 @@ def test_no_other_update_is_tried_beside_adapters_whose_state_is_little() -> Non
     assert not any(what in line for what in updates for line in tried)
 
 
+@pytest.mark.long
 def test_a_sharded_job_has_a_plan_of_ours_among_its_advice() -> None:
     made = job(3000, 4096, parallel=Parallel("fsdp", 2))
     ours = next(one for one in advise(made) if "fully_shard" in one.what)

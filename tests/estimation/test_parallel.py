@@ -77,6 +77,7 @@ def test_the_breakdown_of_parallel_training_adds_up(parallel):
 QUICK = {("ddp", "amp"), ("fsdp", "bfloat16"), ("horovod", "float32")}
 
 
+@pytest.mark.short("ddp-amp", "horovod-float32")
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [

@@ -254,6 +254,7 @@ def test_adapters_beside_weights_in_few_bits_are_trained(bits: str, dtype: str) 
     assert alive(recording)[TensorKind.GRADIENT] == 2 * 4 * 4 * sum(map(sum, LINEAR))
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_layer_of_8_bits_keeps_its_input_and_one_of_4_bits_does_not(checkpointing: bool) -> None:
     how: dict[str, Any] = {"lora": 4, "lora_targets": "qkv", "upcast": False, "dtype": "bfloat16"}
@@ -317,6 +318,7 @@ def test_the_public_function_takes_every_way() -> None:
 # Layers that are cut
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_attention_spelt_out_keeps_its_scores(checkpointing: bool) -> None:
     pytest.importorskip("transformers")

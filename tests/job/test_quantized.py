@@ -10,6 +10,7 @@ from overspill.job.model import NamedModel
 from overspill.runtime.capture_job import step_graph
 
 
+@pytest.mark.short("4bit")
 @pytest.mark.parametrize("quantize", ["4bit", "4bit-single", "8bit"])
 def test_forward_and_backward_read_quantised_weights_so_that_plans_may_move_them(quantize: str) -> None:
     name = "decoder:width=64,depth=3,heads=2,vocabulary=96,seq_len=8"

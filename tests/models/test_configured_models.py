@@ -67,6 +67,12 @@ def test_the_decoder_has_the_parameters_of_its_sizes() -> None:
         assert parameters(f"decoder:width=2048,depth=24,heads={heads}") == 1_313_626_112
 
 
+@pytest.mark.short(
+    "llama-3.2-1b-1235814400",
+    "Qwen/Qwen3-0.6B-596049920",
+    "qwen2.5-0.5b-494032768",
+    "mistral-7b-v0.3,num_hidden_layers=1-486551552",
+)
 @pytest.mark.parametrize(
     ("name", "count"),  # as published with the weights
     [

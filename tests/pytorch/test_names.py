@@ -43,9 +43,8 @@ def test_a_name_that_moved_is_missed(path: str, attribute: str) -> None:
     assert not is_there(Name(path, attribute, "names"))
 
 
-def uses(tree: ast.AST) -> Iterator[str]:
+def uses(nodes: list[ast.AST]) -> Iterator[str]:
     """Yield private names that are not the file's own: of PyTorch by path, and of any object but `self`."""
-    nodes = [*ast.walk(tree)]
     own = own_names(nodes) | {node.id for node in nodes if isinstance(node, ast.Name)}
     own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     for node in nodes:
@@ -61,6 +60,10 @@ def uses(tree: ast.AST) -> Iterator[str]:
             and not re.search(r"\b(aten|ops|prims)\b", ast.unparse(node.value))
         ):
             yield ast.unparse(node)
+
+
+def nodes_of(text: str) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(text))]
 
 
 def own_names(nodes: Iterable[ast.AST]) -> set[str]:
@@ -89,13 +92,13 @@ def is_foreign(name: str, known: set[str]) -> bool:
 def test_private_names_of_pytorch_stand_in_the_wall_alone() -> None:
     files = [path for source in SOURCES for path in source.rglob("*.py") if WALL not in path.parents]
     assert len(files) > 400
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    trees = {path: nodes_of(path.read_text(encoding="utf-8")) for path in files}
     # Private names of our own classes, which their neighbours may read.
-    known = {name for tree in trees.values() for name in own_names([*ast.walk(tree)])}
+    known = {name for nodes in trees.values() for name in own_names(nodes)}
     found = {
         str(path.relative_to(ROOT)): names
-        for path, tree in trees.items()
-        if (names := sorted({name for name in uses(tree) if is_foreign(name, known)}))
+        for path, nodes in trees.items()
+        if (names := sorted({name for name in uses(nodes) if is_foreign(name, known)}))
     }
     assert found == {}
 
@@ -114,16 +117,18 @@ def test_private_names_of_pytorch_stand_in_the_wall_alone() -> None:
     ],
 )
 def test_a_private_name_is_seen_however_it_is_written(text: str, count: int) -> None:
-    assert len(list(uses(ast.parse(text)))) == count
+    assert len(list(uses(nodes_of(text)))) == count
 
 
 def test_the_ops_that_sources_name_are_there() -> None:
     """`aten.x` and `aten.x.overload` of all sources; the registry of ops has them, or a release has renamed them."""
     named = set()
     for path in (path for source in SOURCES for path in source.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        for node in ast.walk(tree):
+        if "aten." not in (text := path.read_text(encoding="utf-8")):
+            continue
+        nodes = nodes_of(text)
+        called = {node.func for node in nodes if isinstance(node, ast.Call)}
+        for node in nodes:
             if isinstance(node, ast.Attribute) and owner(node) == "aten" and node not in called:
                 named.add(node.attr)
     assert len(named) > 150

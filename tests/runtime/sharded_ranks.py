@@ -30,6 +30,8 @@ from overspill.runtime.tracker import LiveBytes
 STEPS, WIDTH, DRAWN = 2, 30, 6
 LENGTHS = ((9, 6), (6, 9), (9, 9), (9, 6), (6, 9))
 """Of the batches of even and odd ranks, by step."""
+ONE = (None, True, None, WIDTH, 1)
+"""How to shard the smallest model: one block."""
 Make = Callable[[nn.Module], Optimizer]
 
 
@@ -217,7 +219,7 @@ def saved() -> Iterator[tuple[str, Any, nn.Module, Optimizer]]:
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext("") as directory:
         paths = [directory]
         dist.broadcast_object_list(paths)
-        model = sharded()
+        model = sharded(*ONE)
         optimizer = adamw(model)
         step = overspill.train_step(model, loss, optimizer, budget="smallest", store="host")
         step(batch(0))
@@ -233,7 +235,7 @@ def fewer_ranks() -> Any:
         step.close()
         found = []
         for plans in (False, True) if dist.get_rank() < 2 else ():
-            other = sharded(None, True, DeviceMesh.from_group(half, "cpu"))
+            other = sharded(None, True, DeviceMesh.from_group(half, "cpu"), *ONE[3:])
             others = adamw(other)
             state = in_state(other, others)
             dcp.load(state, checkpoint_id=path, process_group=half)
@@ -318,7 +320,7 @@ def tell(model: nn.Module, setters: dict[str, Any]) -> None:
 
 def lengths() -> Any:
     """Batches of other lengths on each rank, and how many steps were captured for them."""
-    ours, theirs = (sharded(None, True, None, WIDTH, 1) for _ in range(2))
+    ours, theirs = (sharded(*ONE) for _ in range(2))
     how, captures = {"steps": len(LENGTHS), "data": batch_of_any_length, "accumulate": 2}, StepCaptures.capture
     calls: list[Any] = []
     StepCaptures.capture = lambda *given, **more: calls.append(None) or captures(*given, **more)  # type: ignore[assignment]
@@ -364,7 +366,7 @@ def settings() -> tuple[set[str], dict[str, str]]:
         for one in REFUSED.items()
         if (name := one[0]) != "set_symm_mem_for_comm"  # needs NCCL
     }
-    model = sharded()
+    model = sharded(*ONE)
     step = overspill.train_step(model, loss, adamw(model), budget="smallest", store="host")
     step(batch(0))
     model.set_requires_gradient_sync(False)
@@ -441,7 +443,7 @@ def in_two(**how: Any) -> nn.Module:
 
 def loop_refusals() -> dict[str, str]:
     """What is said of loops that a planned graph of a sharded model does not follow; the first one is right."""
-    model = sharded(None, True, None, WIDTH, 1)
+    model = sharded(*ONE)
     call = overspill.compile(model, budget="1MiB", store="host")
     return {
         "parts": called(in_two()),
@@ -455,7 +457,7 @@ def loop_refusals() -> dict[str, str]:
 def one_rank_plans() -> Any:
     """A loop in which one rank wants other plans after the first step; and what is said where it alone compiles again."""
     torch._dynamo.reset()
-    models = [sharded(None, True, None, WIDTH, 1) for _ in range(2)]
+    models = [sharded(*ONE) for _ in range(2)]
     call, found = overspill.compile(models[0], budget="1MiB", store="host"), []
     for model, runs in zip(models, (call, models[1]), strict=True):
         optimizer, losses = adamw(model), []
@@ -479,7 +481,7 @@ def checkpoints() -> Any:
         step.close()
         found = []
         for plans in (False, True):
-            other = sharded()
+            other = sharded(*ONE)
             others = adamw(other)
             takes = overspill.train_step(other, loss, others, budget="smallest", store="host") if plans else None
             if takes is not None:
@@ -507,7 +509,7 @@ def full_disk() -> Any:
     """What each rank hears where the store of one is full in the middle of a step, how long it waited, and whether the parameters are there."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     torch.manual_seed(0)
-    model = fully_shard(Words(64, 64), mesh=DeviceMesh.from_group(group, "cpu"))
+    model = fully_shard(Words(64, 64, 2), mesh=DeviceMesh.from_group(group, "cpu"))
     step = overspill.train_step(model, loss, adamw(model), budget="smallest", store="host")
     step(batch(0))
     if dist.get_rank():
@@ -537,7 +539,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "loop refusals": loop_refusals,
     "one rank plans": one_rank_plans,
     "sharded": both,
-    "sharded, divided": divided,
+    "sharded, divided": lambda: divided(*ONE),
     "lengths": lengths,
     "sharded, half divided": lambda: divided(HALF, accumulate=2, clip_norm=0.1),
     "sharded, compiled": lambda: both(around=(compiled, id)),

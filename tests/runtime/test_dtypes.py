@@ -26,6 +26,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.short("gpt2-amp-bfloat16-False-eager0")
 @pytest.mark.parametrize(("model", "dtype", "whole_step", "backend"), WAYS)
 def test_the_numbers_are_those_of_plain_training(model: str, dtype: str, whole_step: bool, backend: str) -> None:
     batch = 32 if (model, dtype) == ("resnet18", "amp-bfloat16") else 4  # there the update is the peak of small batches

@@ -245,6 +245,7 @@ def test_a_plan_changes_nothing_in_the_graph(step: Step) -> None:
     assert [(node.name, node.target, node.args, dict(node.meta)) for node in module.graph.nodes] == before
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_infeasible_budget_names_the_smallest_one_that_works(*, offload: bool) -> None:
     class Small(nn.Sequential):

@@ -70,6 +70,7 @@ def by_hand(call: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer) 
     return step
 
 
+@pytest.mark.short("Attends-False")
 @pytest.mark.usefixtures("forget_compiled_code")
 @pytest.mark.parametrize(("made", "whole_step"), by_turns(SETTINGS, [False, True]))
 def test_kernels_are_those_of_each_step(made: type[nn.Module], whole_step: bool) -> None:

@@ -29,7 +29,7 @@ SECONDS = 400
 COMPILED = ("compiled outside", "compiled inside", "split")
 MOVING = ("moving", "moving, views")
 LIKE_MOMENTUM = ("adamw", "accumulated", "buffers asked")
-FSDP = ("sharded, divided", "looped", "settings", "budgets", "refusals", "checkpoints", "full disk")
+FSDP = ("sharded, divided", "looped", "settings", "budgets", "refusals", "full disk")
 QUICK = ("momentum", "odd", "combined", "errors", "schedules", "link", "parts", "gathers", *FSDP)
 
 

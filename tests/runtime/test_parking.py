@@ -67,6 +67,7 @@ def check(plain: Net, ours: Net, before: torch.optim.Optimizer, after: torch.opt
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.short("60%-next call", "100%-unpark")
 @pytest.mark.parametrize(  # with weights that move, and without
     ("budget", "again"), by_turns(["60%", "100%"], ["next call", "unpark", "other budget"])
 )
@@ -112,6 +113,7 @@ def test_a_new_budget_is_in_force_from_the_next_call_on() -> None:
         assert {plan.budget_bytes for plan in model.overspill.plans} == {asked}
 
 
+@pytest.mark.short("60%")
 @pytest.mark.parametrize("budget", ["60%", "100%"])
 def test_a_step_parks_between_two_calls(budget: str) -> None:
     plain, ours = nets()
@@ -177,6 +179,7 @@ def no_room(*_: object) -> None:
     raise OSError("No space left on device")
 
 
+@pytest.mark.short("0")
 @pytest.mark.parametrize("fails_at", [0, 2])
 def test_without_room_all_values_stay_and_training_goes_on(fails_at: int) -> None:
     plain, ours = nets()

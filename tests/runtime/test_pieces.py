@@ -122,6 +122,7 @@ def test_the_smallest_budget_gives_the_bits_of_plain_pytorch_within_the_plan(cas
         assert all(same_bits(*pair) for pair in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.long
 def test_pieces_lie_at_planned_addresses() -> None:
     plain, whole, _ = three("usual, in bfloat16")
     step = overspill.train_step(
@@ -150,6 +151,7 @@ def test_the_floor_falls_where_the_loss_holds_it_up(monkeypatch: pytest.MonkeyPa
     assert less < 0.7 * floor_of_a_step()
 
 
+@pytest.mark.long
 def test_a_plan_in_pieces_is_compared_with_the_step_of_plain_pytorch() -> None:
     _, whole, other = three("usual, in bfloat16")
     step = overspill.train_step(whole, lambda m, *given: m(*given), adam(whole), budget="smallest", store="host")

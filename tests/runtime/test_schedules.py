@@ -38,13 +38,14 @@ class Loss(nn.Module):
         return cross_entropy(self.model, x, y)
 
 
-@pytest.mark.parametrize("model", others_long("lstm", "gpt2"))
+@pytest.mark.parametrize("model", others_long("gpt2"))
 def test_a_model_by_compile(model: str, tmp_path: Path) -> None:
     step, random = captured_step(*built_in(model)), Random(MODELS.index(model))
     for store in (HostStore(), HostStore(), DiskStore(tmp_path)):
         assert check_schedule(step, random, store) >= 0.98
 
 
+@pytest.mark.short("bert-base")
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("bert-base", marks=pytest.mark.long)])
 def test_a_model_by_compile_at_planned_addresses(model: str) -> None:
     step, random = captured_step(*built_in(model)), Random(1)
@@ -102,7 +103,7 @@ def test_a_small_model_by_train_step(model: type[nn.Module], schedules: int) -> 
 
 def test_micro_batches_by_train_step() -> None:
     with drawn(0) as policy:
-        check_steps(Pair(gradients={"accumulate": 2, "clip_norm": 0.5}, options={"policy": policy}), 4)
+        check_steps(Pair(gradients={"accumulate": 2, "clip_norm": 0.5}, options={"policy": policy}), 2)
 
 
 @pytest.mark.parametrize(("model", "schedules"), MODELS_AND_SCHEDULES)

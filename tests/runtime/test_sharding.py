@@ -27,6 +27,7 @@ FOUR = (
     "loop refusals",
     "one rank plans",
     "drawn",
+    "checkpoints",
     "fewer ranks",
     "integer",
 )
@@ -145,8 +146,9 @@ def test_parameters_that_stay_with_some_ranks_are_refused(more: list[dict[str, A
         assert "with an integer reshard_after_forward; use True" in said
 
 
-def test_a_checkpoint_goes_on_under_fsdp_and_under_a_planned_step(ranks: list[dict[str, Any]]) -> None:
-    for want, *found in of(ranks, "checkpoints"):
+@pytest.mark.long
+def test_a_checkpoint_goes_on_under_fsdp_and_under_a_planned_step(more: list[dict[str, Any]]) -> None:
+    for want, *found in of(more, "checkpoints"):
         for state in found:
             differ = [name for name in want if not torch.equal(want[name], state[name])]
             assert [name for name in differ if "running" not in name] == []  # saved of one rank, as FSDP's

@@ -77,6 +77,7 @@ def layers_of(graph: Graph) -> list[tuple[Phase, str, str, LayerType]]:
     ]
 
 
+@pytest.mark.short("Nested")
 @pytest.mark.parametrize("make", [Nested, Twice, Again], ids=lambda make: make.__name__)
 def test_forward_and_backward_have_the_layers_of_a_compiled_step(make: Callable[[], nn.Module]) -> None:
     whole = layers_of(graph_of(make, whole_step=True))

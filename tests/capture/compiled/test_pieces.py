@@ -91,6 +91,7 @@ def test_a_loss_in_pieces_makes_nothing_as_large_as_the_scores_in_float32() -> N
     assert count(divided, aten.nll_loss_backward.default) > 8
 
 
+@pytest.mark.short("dtype0-mean-sizes0", "dtype2-none-sizes2")
 @pytest.mark.parametrize(
     ("dtype", "reduction", "sizes"),
     [
@@ -162,6 +163,7 @@ def over_columns(given: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(given.float().t().contiguous(), targets[:300] % given.shape[0])
 
 
+@pytest.mark.short("shifted", "by_hand")
 @pytest.mark.parametrize("step", [weighted, smoothed, by_hand, shifted, over_columns])
 def test_other_readers_and_other_losses_keep_their_bits(step: Step) -> None:
     with always():
@@ -183,6 +185,7 @@ def test_a_result_that_others_read_is_made_whole_and_the_chain_goes_on_behind_it
     assert count(divided, aten._log_softmax.default) > 8
 
 
+@pytest.mark.short("301")
 @pytest.mark.parametrize("words", [300, 301, 302])
 def test_rows_are_aligned_in_pieces_as_in_the_whole(words: int) -> None:
     _, divided = check(from_bfloat16, *scores(520, words, torch.bfloat16))

@@ -111,6 +111,7 @@ def compared(module: nn.Module, batch: tuple[Tensor, ...]) -> set[str]:
     return run.seen
 
 
+@pytest.mark.short("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decoders_ops(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from overspill.job import Job, NamedModel
 GPT2 = "decoder:width=32,depth=2,heads=2,vocabulary=64,seq_len=16"
 
 
+@pytest.mark.short("job0", "job2", "job4")
 @pytest.mark.parametrize(
     "job",
     [

@@ -94,7 +94,7 @@ def under_a_job(name: str, background: bool, capacity: int | None) -> NativeAllo
     return found
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=80)
 @given(
     name=st.sampled_from(["planned", "planned", "planned", "gtbm", "chunked"]),
     seed=st.integers(0, 10**9),
@@ -180,6 +180,7 @@ def test_a_job_that_repeats_needs_no_more_than_what_lives(seed: int) -> None:
     assert planned <= late_bytes(events, 0.6, CachingConfig(expandable_segments=True))
 
 
+@pytest.mark.short("B")
 @pytest.mark.parametrize("instance", ["B", "E"])
 def test_a_hard_step_needs_no_more_than_a_fiftieth_beyond_what_lives(instance: str) -> None:
     # The skylines alone leave 2 and 4 %: restarts in a window of time and the exact search find the rest.
@@ -217,6 +218,7 @@ def test_after_two_equal_steps_every_request_has_its_address() -> None:
     assert max(addresses[100:]) < min(addresses[100:]) + allocator.reserved.now
 
 
+@pytest.mark.short("0", "1", "4", "5")
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_carried_into_the_next_step_has_one_address_in_all_steps(seed: int) -> None:
     r = random.Random(seed)

@@ -102,6 +102,7 @@ def test_a_weight_that_is_away_takes_the_values_of_another_that_is_away() -> Non
     compare(loop)
 
 
+@pytest.mark.short("copies")
 @pytest.mark.parametrize("how", ["copies", "reads", "asks", "leaves"])
 def test_what_the_loops_own_code_leaves_beyond_the_budget_is_told_once(
     how: str, caplog: pytest.LogCaptureFixture
@@ -125,6 +126,7 @@ def test_what_the_loops_own_code_leaves_beyond_the_budget_is_told_once(
     assert all("old 97.5 KiB" in text for text in told)
 
 
+@pytest.mark.long
 def test_a_view_of_a_weight_is_kept_from_some_step_on() -> None:
     def loop(run: Run) -> None:
         model, compiled, _ = begin(run)
@@ -162,6 +164,7 @@ def test_state_dicts_and_copies_in_the_middle(how: str) -> None:
     compare(loop, "45%", "disk", how=how)
 
 
+@pytest.mark.long
 def test_by_name_models_of_one_class_with_equal_options_each_move_their_own() -> None:
     def loop(run: Run) -> None:
         pairs = [begin(run) for _ in range(2)]

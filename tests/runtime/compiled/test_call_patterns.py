@@ -104,6 +104,7 @@ def test_a_function_can_be_compiled_as_well(twins) -> None:
     assert same_gradients(managed, plain)
 
 
+@pytest.mark.long
 def test_a_graph_break_keeps_the_numbers_and_the_whole_budget() -> None:
     torch.manual_seed(0)
     plain = BrokenNet(dropout=0.0)
@@ -386,6 +387,7 @@ def frozen_start_trained(compiled: bool, **options):
     return [loss.detach(), *leaves, *(p.detach() for p in model.parameters())], call
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("returns_leaf", [False, True])
 def test_a_frozen_start_that_is_told_to_require_gradients_ends_no_graph(returns_leaf: bool) -> None:
     expected, _ = frozen_start_trained(compiled=False, returns_leaf=returns_leaf)

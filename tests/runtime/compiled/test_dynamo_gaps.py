@@ -97,6 +97,7 @@ EQUAL = (list, dict, SimpleNamespace, lambda: (*[1.0],), lambda: lambda: NOW)
 FOLLOWED = [*((asks, make) for make in EQUAL), (asks_for_a_global, set), (adds, list), (writes, list), (gradient, list)]
 
 
+@pytest.mark.short("case0-calls0", "case4-calls4", "case8-calls8", "case15-calls15", "case19-calls19")
 @pytest.mark.skipif(not IDENTITY[0].is_there, reason="PyTorch 2.11 does not let its answers to `is` be replaced")
 @pytest.mark.parametrize(
     ("case", "calls"),

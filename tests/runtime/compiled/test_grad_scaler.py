@@ -31,6 +31,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(64, 32, generator=drawn), torch.randint(0, 4, (64,), generator=drawn)
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("clips", [False, True])
 def test_compile_skips_the_steps_that_plain_pytorch_skips(clips: bool) -> None:
     plain = network()

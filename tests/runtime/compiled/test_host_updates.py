@@ -32,6 +32,7 @@ def updates_on_host(run: Run) -> None:
         assert run.session.plans[-1].schedule.counts[Verb.RUN_ON_HOST] == 12
 
 
+@pytest.mark.short("adafactor-False", "adamw-True")
 @pytest.mark.parametrize(("name", "clips"), by_turns(OPTIMIZERS, [False, True]))
 def test_an_optimizer(name: str, clips: bool) -> None:
     def loop(run: Run) -> None:
@@ -135,6 +136,7 @@ def test_a_step_of_some_parameters_that_no_plan_is_of(held: Held) -> None:
     compare(loop)
 
 
+@pytest.mark.short("adamw")
 @pytest.mark.parametrize("name", ["adamw", "fused"])
 def test_steps_that_a_scaler_skips(name: str) -> None:
     """A fused optimizer has the scale, and skips the step itself."""

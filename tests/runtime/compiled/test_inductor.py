@@ -199,6 +199,7 @@ def test_a_result_that_is_detached_beside_itself_leaves_its_views_their_gradient
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.long
 def test_a_library_call_that_stock_torch_compile_cannot_run_is_refused_in_a_line() -> None:  # oneDNN's LSTM, trained
     rnn = nn.LSTM(16, 16)
     step = overspill.train_step(
@@ -208,6 +209,7 @@ def test_a_library_call_that_stock_torch_compile_cannot_run_is_refused_in_a_line
         step(torch.randn(4, 1, 16))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("partition", [1.0, pytest.param(0.0, marks=pytest.mark.long)])
 def test_a_partition_that_is_asked_for_is_the_one(partition: float) -> None:
     call = overspill.compile(Net(), budget="smallest", backend="inductor", store="host", partition=partition)

@@ -97,7 +97,7 @@ OUTSIDE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Ten
 }
 
 
-SHORT = "mse", "cross-entropy", "dice and bce"
+SHORT = "mse", "cross-entropy"
 
 
 @pytest.mark.parametrize("name", rest_long(OUTSIDE, SHORT))

@@ -33,6 +33,7 @@ by_our_name = pytest.mark.parametrize("compiled_by", rest_long(WAYS.values(), [W
 """By both names in the long suite."""
 
 
+@pytest.mark.short("overspill.compile")
 @either_way
 def test_a_budget_below_the_floor_is_an_infeasible_budget_that_names_graph_and_shapes(compiled_by: Any) -> None:
     compiled = {
@@ -83,6 +84,7 @@ def saved(model: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.short("<lambda>-saved1")
 @pytest.mark.parametrize(
     ("compiled_by", "copied"),
     [
@@ -104,6 +106,7 @@ def test_a_copy_trains_by_itself_with_the_same_numbers(compiled_by: Any, copied:
     assert_same(compiled, plain)
 
 
+@pytest.mark.long
 def test_a_copy_has_the_options_and_a_plan_of_its_own() -> None:
     compiled = overspill.compile(made(), budget="1GiB", policy="vdnn-all", store="host", fullgraph=True)
     train(compiled)
@@ -121,6 +124,7 @@ def scaled(x: Tensor) -> Tensor:
     return 2 * x
 
 
+@pytest.mark.long
 def test_a_compiled_function_is_its_own_copy_and_a_compiled_method_goes_with_its_object() -> None:
     function = overspill.compile(scaled, budget="1GiB")
     assert copy.deepcopy(function) is function
@@ -210,6 +214,7 @@ HOOKS: dict[str, Callable[[Net, Log], Any]] = {
 }
 
 
+@pytest.mark.short("forward-True", "tensor-True")
 @pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.long) if " " in k else k for k in HOOKS])
 def test_hooks_do_what_they_do_in_plain_training_whenever_they_were_registered(kind: str, late: bool) -> None:

@@ -177,7 +177,7 @@ SAID = "ignore:this step calls a model"
 @pytest.mark.parametrize(
     ("pattern", "budget"),
     [
-        (different_shapes, 0.7),
+        (siamese, 0.7),
         *(pytest.param(p, b, marks=pytest.mark.long) for p in PATTERNS for b in ("smallest", 0.7, "1500KiB")),
     ],
 )
@@ -231,6 +231,7 @@ def test_calls_that_fit_beside_one_another_are_not_planned_anew() -> None:
     assert len(session.plans) == 1
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(SAID)
 def test_what_does_not_fit_beside_one_another_is_refused_with_a_budget_that_would_do() -> None:
     floor_bytes = refused()
@@ -283,6 +284,7 @@ def wide(step: int, call: Any, count: Any, update: Any) -> None:
         update()
 
 
+@pytest.mark.long
 def test_the_graph_before_a_break_keeps_what_the_later_one_leaves_once_that_is_known() -> None:
     session, peaks = managed(Broken, wide, "1300KiB")
     assert max(peaks) <= 1300 << 10

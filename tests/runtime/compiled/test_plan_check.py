@@ -151,6 +151,7 @@ class Widening(PartlyEager):
         return Widens.apply(x, self.frozen)  # type: ignore[no-untyped-call, no-any-return]
 
 
+@pytest.mark.long
 def test_what_the_backward_of_such_a_part_takes_is_told_and_counts_from_the_second_step_on() -> None:
     plain, model = twins(lambda: Widening(8, 16, 8))
     compiled = overspill.compile(model, budget="32KiB", store="host")
@@ -228,6 +229,7 @@ class MixtralBlocks(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_the_experts_of_transformers_train_with_the_same_bits_by_plans_that_settle_after_one_step() -> None:
     plain, model = twins(MixtralBlocks)
     compiled = overspill.compile(model, budget="smallest", store="host")
@@ -260,6 +262,7 @@ def test_a_budget_without_room_for_what_such_a_part_keeps_is_refused() -> None:
     assert refused.value.floor_bytes > nbytes
 
 
+@pytest.mark.short("options0")
 @pytest.mark.parametrize("options", [{"budget": "1GiB"}, {"budget": "smallest", "reserve": "512"}])
 def test_a_part_without_a_plan_that_fits_beside_the_plans_is_no_error(options: dict[str, Any]) -> None:
     plain, model = twins(lambda: PartlyEager(8, 16, 8))
@@ -361,6 +364,7 @@ def test_more_kinds_of_inputs_than_plans_are_an_error_that_says_what_to_do(monke
         train(compiled, model, list(range(2, 9)))
 
 
+@pytest.mark.long
 def test_by_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "MOST_PLANS", 2)
     model = Net(8, 16, 8)
@@ -369,6 +373,7 @@ def test_by_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
         train(compiled, model, list(range(2, 9)))
 
 
+@pytest.mark.long
 def test_by_name_an_error_before_a_call_is_that_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile(Net(8, 16, 8), backend="overspill", options={"budget": "1GiB", "store": "host"})
     compiled(torch.randn(4, 8))
@@ -403,6 +408,7 @@ def test_a_share_is_of_the_largest_step_and_smaller_ones_are_planned_again() -> 
     assert all(p.peak_bytes == p.unmanaged_peak_bytes for p in session.plans if p is not largest), "these fit now"
 
 
+@pytest.mark.long
 def test_growing_steps_each_raise_a_share() -> None:
     plain, model = twins(lambda: Net(8, *[64] * 2, 8))
     compiled = overspill.compile(model, budget=0.9, store="host")
@@ -412,6 +418,7 @@ def test_growing_steps_each_raise_a_share() -> None:
     assert plan.budget_bytes == int(0.9 * plan.unmanaged_peak_bytes)
 
 
+@pytest.mark.long
 def test_steps_of_one_size_are_planned_once_for_a_share() -> None:
     _, model = twins(lambda: Net(8, *[64] * 6, 8))
     compiled = overspill.compile(model, budget=0.9, store="host")
@@ -446,6 +453,7 @@ def test_evaluation_before_training_is_not_held_to_a_share_of_itself() -> None:
     assert training.budget_bytes == int(0.95 * training.unmanaged_peak_bytes)
 
 
+@pytest.mark.long
 def test_two_kinds_of_evaluation_before_training_are_not_held_to_each_other() -> None:
     model = Net(8, *[64] * 3, 8)
     compiled = overspill.compile(model, budget=0.95, store="host")
@@ -457,6 +465,7 @@ def test_two_kinds_of_evaluation_before_training_are_not_held_to_each_other() ->
     assert len(compiled.overspill.plans) == 2
 
 
+@pytest.mark.long
 def test_several_functions_evaluate_before_they_train() -> None:
     plain, model = twins(lambda: Net(8, *[64] * 3, 8))
     session = overspill.Session(budget=0.95, store="host")
@@ -512,6 +521,7 @@ def test_the_smallest_budget_is_the_floor() -> None:
     assert plan.budget_bytes <= error.value.floor_bytes <= 1.05 * plan.budget_bytes  # of a search that has less time
 
 
+@pytest.mark.long
 def test_the_smallest_budget_grows_with_what_needs_more(caplog: pytest.LogCaptureFixture) -> None:
     plain, model = twins(lambda: Net(8, *[64] * 3, 8))
     compiled = overspill.compile(model, budget="smallest", store="host")

@@ -123,6 +123,7 @@ def stepped(model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
     return loss.detach()
 
 
+@pytest.mark.short("packed")
 @pytest.mark.parametrize("make", [packed, wrapped])
 def test_a_loop_has_the_bits_of_plain_pytorch_with_quantised_weights_away(
     make: Callable[[Tensor], nn.Parameter],

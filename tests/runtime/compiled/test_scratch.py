@@ -73,6 +73,7 @@ def test_what_dropout_and_attention_take_inside_one_op_is_known(op: Any, args: t
     assert most - left <= TAKEN_ON_CPU[op](*args) <= most - left + (X.nbytes if "attention" in str(op) else 16)
 
 
+@pytest.mark.short("0.1")
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_step_with_dropout_and_attention_stays_within_its_plan(dropout: float) -> None:
     torch.manual_seed(0)

@@ -93,6 +93,7 @@ class Parts(nn.Module):
         return *self.parts(made), *state
 
 
+@pytest.mark.short("halves-0")
 @pytest.mark.parametrize(("name", "read"), by_turns(PARTS, [0, 1, 2]))
 def test_of_several_results_of_one_op_a_loss_may_read_one(name: str, read: int) -> None:
     torch._dynamo.reset()
@@ -169,6 +170,7 @@ LOSSES = {
 CASES = [(Pixels, name) for name in LOSSES] + [(Words, "transposed"), (Words, "of some"), (Unread, "as it is in eager")]
 
 
+@pytest.mark.short("case0-how0", "case10-how10", "case26-how26")
 @pytest.mark.parametrize(
     ("case", "how"), by_turns(CASES, product([torch.contiguous_format, torch.channels_last], [False, True]))
 )
@@ -295,6 +297,7 @@ def peaks_within(budget: str, placement: str | None, of: str) -> Iterator[int]:
         yield session.peak_bytes
 
 
+@pytest.mark.short("its own-None", "another-None")
 @pytest.mark.filterwarnings("ignore:this step")
 @pytest.mark.parametrize(("of", "placement"), by_turns(BESIDE, [None, "planned"]))
 def test_room_for_another_loss_is_there_where_one_is_made(of: str, placement: str | None) -> None:

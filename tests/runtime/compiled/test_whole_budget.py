@@ -61,6 +61,7 @@ def test_a_setting_that_turns_state_on_or_off_changes_between_steps() -> None:
     compare(loop)
 
 
+@pytest.mark.long
 def test_a_loss_reads_a_weight_before_forward() -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)
@@ -92,6 +93,7 @@ def test_graphs_of_weights_that_never_go_backward_are_kept() -> None:
     compare(loop)
 
 
+@pytest.mark.long
 def test_gradients_are_read_behind_each_step() -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)
@@ -139,6 +141,7 @@ def test_accumulation(zeros: str) -> None:
     compare(loop)
 
 
+@pytest.mark.long
 def test_sums_of_gradients_that_are_both_on_the_device_and_in_the_store_are_clipped() -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)
@@ -153,6 +156,7 @@ def test_sums_of_gradients_that_are_both_on_the_device_and_in_the_store_are_clip
     compare(loop, "36%")
 
 
+@pytest.mark.long
 def test_an_optimizer_with_other_settings_is_made_behind_the_backward() -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)
@@ -260,6 +264,7 @@ class Masked(nn.Module):
         return value
 
 
+@pytest.mark.long
 def test_numpy_draws_masks_and_gives_inputs() -> None:
     def loop(run: Run) -> None:
         np.random.seed(0)  # noqa: NPY002
@@ -275,6 +280,7 @@ def test_numpy_draws_masks_and_gives_inputs() -> None:
     compare(loop, budget="70%")
 
 
+@pytest.mark.long
 def test_tied_weights_second_backwards_and_shapes() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -425,6 +431,7 @@ def test_several_graphs_and_calls_of_a_step() -> None:
     assert len(ours.session.plans) == 3
 
 
+@pytest.mark.long
 def test_another_model_of_the_session_is_first_called_between_forward_and_backward() -> None:
     def loop(run: Run) -> None:
         model, reference = net(), net(4)
@@ -483,6 +490,7 @@ def test_layers_that_have_one_forward_keep_their_own_weights() -> None:
     compare(loop, "150KiB")
 
 
+@pytest.mark.short("closed")
 @pytest.mark.parametrize("ends", ["closed", "refused"])
 def test_weights_and_state_that_are_gone_go_though_dynamo_keeps_the_programs(ends: str) -> None:
     def used() -> list[weakref.ref[Any]]:

@@ -213,6 +213,16 @@ class Both:
         assert not torch.equal(before["c.weight"], self.net.c.weight)
 
 
+@pytest.mark.short(
+    "with_shared_weights",
+    "with_an_output_changed_in_place",
+    "within_one_another",
+    "with_dropout",
+    "where_autocast_casts_an_input_once_for_two_layers",
+    "by_a_function_that_adds_to_grad",
+    "by_a_checkpoint_of_ones_own",
+    "with_weights_clipped_beside_a_checkpoint",
+)
 @pytest.mark.parametrize("forward", [*BY_CHECKPOINTS, *BY_OTHERS])
 def test_what_backward_adds_to_gradients_is_planned(forward: Forward) -> None:
     Both(forward).train()

@@ -66,6 +66,7 @@ def settle(store: HostDiskStore) -> None:
 UPDATES = pytest.mark.parametrize("update", ["device", "host"])
 
 
+@pytest.mark.short("checksums", "wherever they are faster")
 @pytest.mark.parametrize(
     ("model", "host_budget", "options"),
     [
@@ -130,6 +131,7 @@ def resumed(pair: Pair) -> Tensor:
     return pair.step.resume()
 
 
+@pytest.mark.short("host")
 @UPDATES
 def test_a_full_disk_is_an_error_and_nothing_is_lost(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +162,7 @@ def test_a_full_disk_is_an_error_and_nothing_is_lost(
     pair.step.close()
 
 
+@pytest.mark.short("host")
 @UPDATES
 def test_a_disk_that_gives_nothing_back_is_an_error_until_it_does(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,6 +202,7 @@ def test_too_little_host_memory_or_disk_is_said_before_training(
     assert not pair.step.is_unfinished
 
 
+@pytest.mark.short("auto")
 @pytest.mark.parametrize("update", ["device", "host", "auto"])
 def test_a_loop_has_plain_s_bits(update: str, tmp_path: Path) -> None:
     plain = made(Wide)

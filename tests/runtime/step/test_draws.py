@@ -76,6 +76,7 @@ MOST = {
 """Of each loss, how many plans it may need."""
 
 
+@pytest.mark.short("chooses-options9", "drops_layers-options0", "never-options17", "reads_behind_attention-options8")
 @pytest.mark.parametrize(
     ("loss", "options"), by_turns(MOST, [{}, {"accumulate": 2}, {"budget": "smallest", "policy": "window"}])
 )

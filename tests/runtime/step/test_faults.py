@@ -184,6 +184,7 @@ def test_what_cannot_be_brought_back_stays_in_the_store(store: Flaky) -> None:
     pair.assert_same()
 
 
+@pytest.mark.short("True")
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("unfinished", [False, True])
 def test_a_step_that_is_dropped_where_nothing_works_any_more_says_so_in_one_line(
@@ -265,6 +266,7 @@ def test_an_update_that_was_stopped_half_way_is_not_repeated(monkeypatch: pytest
     pair.assert_same()
 
 
+@pytest.mark.short("1")
 @pytest.mark.parametrize("presses", [1, 2])
 def test_one_ctrl_c_waits_for_the_end_of_the_step_and_two_can_be_resumed(store: Flaky, presses: int) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may ignore it

@@ -15,6 +15,7 @@ from overspill.core.errors import OverspillError, RequestError
 from overspill.runtime.reachable import same_bits
 
 
+@pytest.mark.short("state_dict", "optimizer")
 @pytest.mark.parametrize("read", READS)
 def test_a_child_reads_what_host_memory_has_and_its_parent_goes_on(read: str) -> None:
     pair = small("host")

@@ -202,6 +202,7 @@ def test_an_optimizer_goes_on_with_the_state_of_a_checkpoint(model: nn.Module) -
     assert any(name.endswith(".exp_avg") for name in first.step._state.residency.residents)
 
 
+@pytest.mark.long
 def test_a_weight_with_gaps_goes_to_the_device_at_once(model: nn.Module) -> None:
     with torch.no_grad():
         model.base[0].weight.data = torch.randn(WIDTH, 2 * WIDTH)[:, ::2]

@@ -112,6 +112,7 @@ def reads(plan: Plan) -> set[int]:
     return found
 
 
+@pytest.mark.short("Adapted-smallest-auto4", "Quantised-smallest-window1")
 @pytest.mark.parametrize(
     ("kind", "budget", "policy"),
     by_turns([Adapted, Adapted, Adapted, Quantised], [0.85, 0.5, "smallest", "smallest"], ["auto", "window"]),
@@ -213,6 +214,7 @@ def test_what_is_given_to_a_held_weight_is_taken_over() -> None:
     job.assert_same()
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("gives_up", [False, True])
 def test_a_step_that_stops_where_such_a_weight_is_fetched_is_finished_or_given_up(
     both: Job, monkeypatch: pytest.MonkeyPatch, *, gives_up: bool

@@ -83,6 +83,7 @@ def of_modules(model: nn.Module) -> None:
 OPTIONS = [{}, {"accumulate": 2}, {"clip_norm": 0.1}, {"budget": "smallest", "policy": "window"}]
 
 
+@pytest.mark.short("in_place-Mlp-options13", "several-Lm-options18")
 @pytest.mark.parametrize(
     ("hooked", "make", "options"), by_turns([noisy, in_place, several, with_weights], [Lm, Mlp], OPTIONS)
 )

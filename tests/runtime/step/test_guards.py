@@ -66,6 +66,7 @@ READERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.short("deepcopy", "state_dict", "attributes")
 @pytest.mark.parametrize("reader", READERS)
 def test_copies_have_the_current_values_and_no_guards(pair: Pair, reader: str) -> None:
     other = READERS[reader](pair.model)
@@ -76,6 +77,7 @@ def test_copies_have_the_current_values_and_no_guards(pair: Pair, reader: str) -
     pair.assert_same()
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_evaluation_between_steps_sees_current_values(pair: Pair, compiled: bool) -> None:
     call = torch.compile(pair.model, backend="eager") if compiled else pair.model
@@ -162,6 +164,7 @@ def test_closing_leaves_plain_dictionaries_and_current_values(pair: Pair) -> Non
         pair.step(*pair.inputs)
 
 
+@pytest.mark.long
 def test_another_step_may_follow_a_closed_one() -> None:
     pair = Pair(Mlp, OPTIMIZERS["momentum"], options={"budget": 0.6})
     pair.train(2)
@@ -171,6 +174,7 @@ def test_another_step_may_follow_a_closed_one() -> None:
     pair.assert_same()
 
 
+@pytest.mark.long
 def test_a_step_that_is_closed_has_no_arena_when_the_rest_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(Mlp, OPTIMIZERS["adamw"], options={"budget": 0.7, "placement": "planned"})
     pair.train(2)

@@ -50,6 +50,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(monkeypatch)
 
 
+@pytest.mark.short("adafactor", "adamw", "momentum", "adamw, fused")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_optimizer(optimizer: str) -> None:
     pair = pair_on_host(optimizer=optimizer)
@@ -62,6 +63,7 @@ def test_an_optimizer(optimizer: str) -> None:
     pair.assert_same()
 
 
+@pytest.mark.short("Mlp-gradients1")
 @pytest.mark.parametrize(
     ("model", "gradients"),
     [

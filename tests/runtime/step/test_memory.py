@@ -29,6 +29,7 @@ def on_device(pair: Pair) -> list[Tensor]:
     return [*parameters, *pair.model.buffers(), *kept, *pair.inputs]
 
 
+@pytest.mark.short("momentum-4")
 @pytest.mark.parametrize(("optimizer", "accumulate"), by_turns(["adamw", "momentum"], [1, 4]))
 def test_the_whole_call_stays_within_the_plan_and_near_it(optimizer: str, accumulate: int) -> None:
     pair = Pair(wide, OPTIMIZERS[optimizer], {"accumulate": accumulate, "clip_norm": 1.0})
@@ -54,6 +55,7 @@ def test_a_model_larger_than_its_budget_is_trained_from_the_first_step_on() -> N
     pair.assert_same()
 
 
+@pytest.mark.long
 def test_state_that_the_last_micro_batch_has_on_the_device_counts_in_those_before() -> None:
     with pytest.raises(InfeasibleBudgetError) as refusal:
         Pair(wide, options={"budget": "1B"}).train()
@@ -133,6 +135,7 @@ def test_state_that_a_step_does_not_update_has_room_or_lies_in_the_store() -> No
         pair.assert_same()
 
 
+@pytest.mark.long
 def test_sums_of_gradients_go_with_the_weights_that_are_frozen() -> None:
     pair = Pair(wide, gradients={"accumulate": 2})
     for turn in (0, 1, 0):

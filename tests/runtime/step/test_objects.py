@@ -233,6 +233,7 @@ def test_a_step_itself_is_not_copied_or_pickled() -> None:
             attempt(pair.step)
 
 
+@pytest.mark.short("overspill")
 @pytest.mark.parametrize(
     "compiled_by", [torch.compile, lambda model: overspill.compile(model, budget="1GiB")], ids=["torch", "overspill"]
 )
@@ -307,6 +308,7 @@ def tensors_of(returned: Any) -> list[Tensor]:
 RETURNS = [as_tuple, as_named_tuple, as_dictionary, as_dataclass, with_what_changes]
 
 
+@pytest.mark.short("with_what_changes", "as_dictionary")
 @pytest.mark.parametrize("loss_fn", RETURNS)
 def test_what_a_loss_function_returns_is_returned_without_gradients(loss_fn: Any) -> None:
     pair = Pair(Mlp)

@@ -35,7 +35,7 @@ from overspill.runtime.transfer.host_store import HostStore
 
 
 @pytest.mark.parametrize(
-    ("store", "seed", "cases"), [("host", 1, 18), pytest.param("disk", 2, 60, marks=pytest.mark.long)]
+    ("store", "seed", "cases"), [("host", 1, 13), pytest.param("disk", 2, 60, marks=pytest.mark.long)]
 )
 def test_who_looks_at_any_moment_sees_right_values_or_one_error_and_changes_nothing(
     store: str, seed: int, cases: int
@@ -395,6 +395,7 @@ def test_nothing_that_observes_keeps_a_step_alive() -> None:
 OWN_STEPS = pytest.mark.skipif(torch.__version__ < "2.13", reason="before, AdamW makes its steps on the default device")
 
 
+@pytest.mark.short("momentum")
 @pytest.mark.parametrize("optimizer", ["momentum", pytest.param("adamw", marks=OWN_STEPS), "adagrad"])
 def test_the_default_device_of_the_caller_does_not_matter(optimizer: str) -> None:
     pair = Pair(Mlp, OPTIMIZERS[optimizer])

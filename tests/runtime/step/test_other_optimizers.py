@@ -25,14 +25,12 @@ import optimizers
 from optimizer_habits import HABITS, Each, Late
 
 SHORT = {
-    "counter on the class", "counter in a key of the state that is no parameter",
-    "momenta in a dictionary, a list and a deque of the state", "momenta on the object, by parameter",
-    "new tensors for its state at each step", "noise",
-    "brings large parameters together", "averages the model that it holds", "a wrapper that delegates",
+    "counter on the class", "momenta on the object, by parameter", "noise", "brings large parameters together",
+    "a wrapper that delegates",
 }  # fmt: skip
 """One habit of each kind: where the state is, and what an update reads."""
 CLIPPED = {"clip_norm": 0.5, "clip_value": 0.01}
-BY_COMPILE = {"zeroes all momenta every fourth step", "counts steps of each parameter before it looks for a gradient"}
+BY_COMPILE = {"counts steps of each parameter before it looks for a gradient"}
 CASES = [(what, way) for way in optimizers.WAYS for what in HABITS]
 TAKES_SCRATCH = ["Muon", "Muon lr"]
 """Their products in bfloat16 take scratch on the CPU. The first step tells so, and later ones are planned for it; a tracker
@@ -98,6 +96,7 @@ class _Holding:
         return self._parameters
 
 
+@pytest.mark.long
 def test_what_all_parameters_are_needed_for_later_is_noticed_before_that_step() -> None:
     class VeryLate(Late):
         since = 20
@@ -250,6 +249,7 @@ class Held(Each):
         p.sub_(p.grad * (p + 1), alpha=group["lr"])  # type: ignore[operator]
 
 
+@pytest.mark.short("RAdam")
 @pytest.mark.parametrize("kind", [torch.optim.RAdam, Held], ids=["RAdam", "state made late"])
 def test_the_budget_holds_where_later_steps_take_more(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair(Mlp, kind, {}, {"budget": SMALLEST})

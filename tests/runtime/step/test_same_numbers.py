@@ -188,6 +188,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
 LIKE_ANOTHER = {
     "LSTM", "GRU", "RNN", "GRU under autocast", "GRU whose units leave a rest under autocast", "LSTM with projection",
     "GRU whose units leave a rest", "GRU whose units leave no rest", "dropout in float16", "no autocast",
+    "LSTM under autocast", "draws into rows that are not adjacent", "dropout in float32 whose factor rounds twice",
 }  # fmt: skip
 """What takes the way of another case; in the long suite."""
 

@@ -53,6 +53,7 @@ HOLDERS: dict[str, Change] = {
 }
 
 
+@pytest.mark.short("DLPack", "a graph of autograd")
 @pytest.mark.parametrize("name", rest_long(HOLDERS, ["DLPack", "a larger tensor", "a graph of autograd"]))
 def test_a_weight_that_others_hold_stays_where_it_is_and_counts(name: str) -> None:
     pair = Pair(Mlp)
@@ -113,6 +114,7 @@ SHARED: dict[str, tuple[Change, bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.short("another weight")
 @pytest.mark.parametrize(
     "name", rest_long(SHARED, ["a file that is mapped", "another weight", "a part of another weight"])
 )

@@ -63,6 +63,9 @@ def pair(
     return plainly, step, lambda: differences(plain, optimizers[0], model, optimizers[1])
 
 
+@pytest.mark.short(
+    "1GiB-a_penalty", "1GiB-what_an_optimizer_holds", "1GiB-a_functional_call", "1GiB-second_derivatives_of_the_model"
+)
 @pytest.mark.parametrize(
     "reads",
     [a_penalty, what_an_optimizer_holds, a_functional_call, second_derivatives, second_derivatives_of_the_model],

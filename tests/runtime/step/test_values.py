@@ -180,6 +180,7 @@ ALIKE = {"maximum", "one_element", "rows", "two_masks", "repeats", "lengths", "e
 """What is asked as another of them does."""
 
 
+@pytest.mark.short("mask_of_activations", "longest", "buffer", "constant")
 @pytest.mark.parametrize("asked", [pytest.param(a, marks=pytest.mark.long) if a in ALIKE else a for a in ASKED])
 def test_a_step_goes_the_way_that_its_values_lead_and_plans_each_way_once(asked: str) -> None:
     sides = Sides(ASKED[asked])

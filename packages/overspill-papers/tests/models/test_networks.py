@@ -63,6 +63,7 @@ def test_parameter_counts_are_the_published_ones(name: str, parameters: int) -> 
     assert sum(parameter.numel() for parameter in on_meta(name).parameters()) == parameters
 
 
+@pytest.mark.short("googlenet-32", "overfeat-71")
 @pytest.mark.parametrize(
     ("name", "image_size"),
     [
@@ -201,6 +202,7 @@ def test_a_small_model_compiles_into_one_graph_with_the_same_loss(name: str) -> 
     assert torch.equal(loss, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "channels"), [("inception-v3", 2048), pytest.param("inception-v4", 1536, marks=pytest.mark.long)]
 )
