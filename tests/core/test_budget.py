@@ -27,10 +27,13 @@ def test_what_is_taken_unmanaged_is_asked_for_a_share_only() -> None:
     assert Budget.parse("smallest").bytes_of(never, 1, lambda: 2) == 2
 
 
-@pytest.mark.parametrize("asked", ["0", "0.0", "0%", "-1GiB", "8 gigs", "1.5", ""])
-def test_what_is_no_positive_size_is_refused(asked: str) -> None:
-    with pytest.raises(RequestError):
+@pytest.mark.parametrize("asked", ["0", "0.0", "0%", "-1GiB", -1, "8 gigs", "1.5", "", 8, "45"])
+def test_what_is_no_positive_size_is_refused(asked: str | int) -> None:
+    with pytest.raises(RequestError) as caught:
         Budget.parse(asked)
+    said, _, instead = str(caught.value).partition("; write ")
+    assert said.startswith(f"'{asked}' is ")
+    assert instead
 
 
 @pytest.mark.parametrize("asked", ["150%", "100.1 %"])

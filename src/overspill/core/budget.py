@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import RequestError
-from .units import is_share, parse_bytes
+from .units import is_share, parse_bytes, parse_with_unit
 
 _UNIT = 1 << 40
 _LEAST_TYPED, _LEAST_GIVEN = 1 << 20, 1000
@@ -59,11 +59,8 @@ class Budget:
                     "like 12GiB"
                 )
             return cls(share=share)
-        nbytes, text = parse_bytes(asked), str(asked).strip()
-        if text.isdecimal() and nbytes < (_LEAST_TYPED if isinstance(asked, str) else _LEAST_GIVEN):
-            percent = f"{text}%, " if nbytes <= 100 else ""
-            raise RequestError(f"a budget of {text} says no unit; write {text}GiB, {text}MiB, {percent}or {text}B")
-        return cls(nbytes=nbytes)
+        least_bytes = _LEAST_TYPED if isinstance(asked, str) else _LEAST_GIVEN
+        return cls(nbytes=parse_with_unit(asked, least_bytes, share=True))
 
     def bytes_of(self, unmanaged_bytes: Callable[[], int], device_bytes: int, floor_bytes: Callable[[], int]) -> int:
         """Return the budget in bytes, on a device with `device_bytes` of memory.

@@ -15,7 +15,7 @@ _UNITS = {
     "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*|%)\s*")
+_SIZE = re.compile(r"\s*(-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))\s*([A-Za-z]*|%)\s*")
 
 
 def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:
@@ -23,10 +23,10 @@ def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:
 
     A share is of `of_bytes`. Raises RequestError if the text is not a positive size, or is a share without `of_bytes`.
     """
-    match = _SIZE.fullmatch(str(text))
+    match, shown = _SIZE.fullmatch(str(text)), repr(str(text))
     unit = match.group(2).upper() if match else "?"
     if match is None or (unit != "%" and unit not in _UNITS):
-        raise RequestError(f"{text!r} is not a size; write 12GiB, 12GB, 500MiB, a number of bytes, or a share like 0.5")
+        raise RequestError(f"{shown} is not a size; write 12GiB, 12GB, 500MiB, a number of bytes, or a share like 0.5")
     if len(match.group(1)) > 30:
         raise RequestError(f"{str(text)[:30]!r}… is not a size that any machine has; write one like 12GiB")
     number = float(match.group(1))
@@ -34,17 +34,29 @@ def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:
     if is_share(text):
         if of_bytes is None:
             raise RequestError(
-                f"{text!r} is a share, and there is nothing here to take a share of; write a size like 12GiB"
+                f"{shown} is a share, and there is nothing here to take a share of; write a size like 12GiB"
             )
         nbytes = int(number / (100 if unit == "%" else 1) * of_bytes)
     elif unit == "" and not number.is_integer():
         raise RequestError(
-            f"{text!r} is neither a share (at most 1.0) nor a whole number of bytes; write a size like 12GiB"
+            f"{shown} is neither a share (at most 1.0) nor a whole number of bytes; write a size like 12GiB"
         )
     else:
         nbytes = int(Fraction(match.group(1)) * _UNITS[unit])
     if nbytes <= 0:
-        raise RequestError(f"{text!r} is not a positive size; write one above 0, like 12GiB")
+        raise RequestError(f"{shown} is not a positive size; write one above 0, like 12GiB")
+    return nbytes
+
+
+def parse_with_unit(asked: str | float, least_bytes: int, *, share: bool = False) -> int:
+    """Return the bytes of `asked`, of which a whole number below `least_bytes` must have a unit.
+
+    `share`: whether a percentage could be meant too. Raises RequestError as `parse_bytes` does.
+    """
+    nbytes, text = parse_bytes(asked), str(asked).strip()
+    if text.isdecimal() and nbytes < least_bytes:
+        percent = f"{text}%, " if share and nbytes <= 100 else ""
+        raise RequestError(f"{text!r} is a size without a unit; write {text}GiB, {text}MiB, {percent}or {text}B")
     return nbytes
 
 

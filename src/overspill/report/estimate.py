@@ -72,7 +72,8 @@ def estimate_verdict(made: Estimate, further: tuple[Figure, ...] = (), *, asked:
         Figure("takes", format_bytes(made.total_bytes),
             f"nine of ten times {format_bytes(total.low)} to {format_bytes(total.high)}, as {_uncertain(made)} turn "
             "out"),
-        Figure("needs at least", format_bytes(made.minimum_capacity_bytes), "what its allocator caches given back"),
+        Figure("needs at least", format_bytes(made.minimum_capacity_bytes),
+            "of the card, cache given back; a GPU, --max and budgets are compared with this"),
         Figure("tensors at the peak", format_bytes(made.peak_requested_bytes),
             f"allocated {format_bytes(made.peak_allocated_bytes)}"),
         Figure("reserved", format_bytes(made.peak_reserved_bytes), f"by the {made.allocator} allocator"),

@@ -8,7 +8,7 @@ from functools import cached_property
 from overspill.core import Device
 from overspill.core.budget import Budget
 from overspill.core.errors import RequestError
-from overspill.core.units import parse_bytes
+from overspill.core.units import parse_bytes, parse_with_unit
 from overspill.costs import MeasuredTimes
 from overspill.devices.disks import rates_of
 from overspill.placement.allocators.caching import CachingAllocator
@@ -98,9 +98,7 @@ class Options:
                 tiers = " or ".join(f"store={store!r}" for store in STORES if has_tiers(store))
                 raise RequestError(f"{name}= is for a store with a disk below host memory; add {tiers}")
         if self.host_budget is not None:
-            given = str(self.host_budget).strip()
-            if parse_bytes(self.host_budget) < (1 << 20) and given.isdecimal():
-                raise RequestError(f"host_budget={given} says no unit; write {given}GiB, {given}MiB or {given}B")
+            parse_with_unit(self.host_budget, 1 << 20)
         _ = self.disk_rates
 
     def check_unset(self) -> None:

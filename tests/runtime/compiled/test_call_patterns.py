@@ -334,6 +334,16 @@ def test_wrong_arguments_are_refused_when_they_are_given(twins, options, text) -
         overspill.compile(twins[1], **options)
 
 
+def test_a_batch_of_a_wrong_shape_is_told_in_two_lines() -> None:
+    compiled = overspill.compile(nn.Linear(4, 3), budget="1MiB", store="host")
+    with pytest.raises(RuntimeError, match="Linear does not") as caught:
+        compiled(torch.randn(8, 5))
+    problem, remedy = str(caught.value).split("\n")
+    assert "[8, 5]" in problem
+    assert "shapes" in remedy
+    assert "Dynamo failed" in str(caught.value.__cause__)
+
+
 def test_a_store_that_does_not_fit_the_device_is_refused(twins) -> None:
     compiled = overspill.compile(twins[1], budget="1GiB", store="pinned")
     with pytest.raises(RequestError, match="pinned"):

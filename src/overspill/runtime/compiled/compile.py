@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from overspill.capture.compiled.kernels import kernel_settings
 from overspill.core import Device
 from overspill.core.budget import Budget
-from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.core.errors import OverspillError, RequestError, UnplannedError, UnsupportedError
 from overspill.core.progress import shown_in_terminal, tell_terminal
 from overspill.costs import MeasuredTimes
 from overspill.policies import with_update
-from overspill.pytorch.dynamo import InternalTorchDynamoError
+from overspill.pytorch.dynamo import InternalTorchDynamoError, TorchRuntimeError
 from overspill.runtime.ddp import whole_models
 from overspill.runtime.hardware import gpu_named, planned_for
 from overspill.runtime.optimizers import unwrapped
@@ -269,11 +269,17 @@ class _Call:
                 result = call(*args, **kwargs)
             except OverspillError as error:  # it says what is wrong; the frames of Dynamo below do not
                 raise error if os.environ.get("OVERSPILL_DEBUG") else error.with_traceback(None) from None
-            except (InternalTorchDynamoError, AssertionError) as error:
+            except (InternalTorchDynamoError, AssertionError, TorchRuntimeError) as error:
                 what, in_user, where = str(error).partition("\nfrom user code:")
-                if not in_user:
+                failed = re.search(r": got (\w+)\((['\"])(.+)\2\)$", what, re.MULTILINE)
+                if not in_user or (isinstance(error, TorchRuntimeError) and not failed):
                     raise
                 line = ", line ".join(re.findall(r'File "(.+)", line (\d+)', where)[-1])
+                if failed:
+                    raise UnplannedError(
+                        f"{self._recipe.name} does not run on this batch: {failed[1]}: {failed[3]} (at {line})\n"
+                        "Check its shapes and dtypes: run the model on it without overspill.compile."
+                    ) from error
                 raise UnsupportedError(
                     f"torch.compile cannot trace {self._recipe.name} ({what.strip()}, at {line}); "
                     "write that otherwise, or use overspill.train_step"
