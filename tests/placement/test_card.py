@@ -33,6 +33,8 @@ from overspill.plans.fit import (
     FIRST_EFFORT,
     FROM_FLOOR,
     GRID,
+    HOPE,
+    MANY_OPS,
     TRIES,
     UPWARDS,
     Fit,
@@ -138,6 +140,67 @@ def test_what_the_budget_leaves_over_is_used_and_of_all_ways_to_place_the_fastes
     found: Any = Fit(cast("Any", Made), card, DEVICE.context_bytes + 5000)._fastest(on_host=False)
     assert 0.97 * 5000 <= found.taken_bytes <= 5000  # down by the excess alone it takes 4500, the last way 3667
     assert found.peak_bytes > 4300
+
+
+class Taking(Card):
+    """Takes 100 bytes more than are live in `overspill.allocator`, otherwise more than 5000 in any case."""
+
+    @property
+    def is_steady(self) -> bool:
+        return True
+
+    def placed(self, plan: Any) -> Any:
+        live = plan.peak_bytes
+        return SimpleNamespace(**vars(plan) | {"taken_bytes": live + 100 if self.is_live else 5000 + int(0.1 * live)})
+
+
+def of_large_step(live: int, **figures: float) -> Any:
+    """A plan of a step with so many ops that each takes seconds to make."""
+    graph = SimpleNamespace(tensors=(), ops=range(MANY_OPS + 1))
+    given: dict[str, Any] = {"step_seconds": 1 + 2000 / live, "disk_slowdown": 1.0, **figures}
+    return SimpleNamespace(peak_bytes=live, slowdown=2.0, graph=graph, places=None, **given)
+
+
+@pytest.mark.parametrize(("disk_slowdown", "thorough"), [(1.0, 1), (1.2, 0)])
+def test_of_a_large_step_that_waits_for_a_disk_no_plan_is_made_with_all_effort(
+    disk_slowdown: float, thorough: int
+) -> None:
+    efforts = []
+
+    def make(live: int, effort: float) -> Any:
+        efforts.append(effort)
+        return of_large_step(live, disk_slowdown=disk_slowdown)
+
+    assert _Search(make, Taking(DEVICE).in_allocator, 5000, 1.0, on_host=False).fastest() is not None
+    assert len(efforts) == 2 + thorough
+    assert efforts.count(1.0) == thorough
+
+
+@pytest.mark.parametrize("more", [1.05, 1.2])
+def test_a_large_step_is_not_searched_where_its_fast_plans_take_far_more_than_there_is(more: float) -> None:
+    """If they take little more, one of fewer bytes may be fast enough, too."""
+    made = []
+
+    def make(live: int, effort: float) -> Any:
+        made.append((live, effort))
+        return of_large_step(live, taken_bytes=more * live)
+
+    found = _Search(make, Doubling(DEVICE), 4096, 1.0, on_host=False).fastest(1.01 * (1 + 2000 / 4096))
+    assert (found is None) == (len(made) == 1) == (more > HOPE)
+
+
+def test_a_faster_plan_of_fewer_bytes_that_another_way_to_place_has_tried_counts_too() -> None:
+    """More bytes need not be faster, because no search foresees what a disk delays."""
+    asked = []
+
+    def make(live: int) -> Any:
+        asked.append(live)
+        return of_large_step(live, step_seconds={5000: 1.0, 4900: 2.0}.get(live, 1.5), disk_slowdown=1.2)
+
+    found = Fit(make, Taking(DEVICE, may_be_live=True), DEVICE.context_bytes + 5000)._fastest(on_host=False)
+    assert asked == [5000, 4500, 4900]
+    assert found is not None
+    assert (found.peak_bytes, found.taken_bytes) == (4500, 4600)
 
 
 def test_a_budget_below_the_fewest_live_bytes_is_refused_after_one_plan_and_what_the_error_names_works() -> None:

@@ -291,4 +291,4 @@ class Graph(Saved):
 
 def numbered(ops: Iterable[Op]) -> tuple[Op, ...]:
     """Return `ops` with their positions as ids, as in a Graph."""
-    return tuple(replace(op, id=position) for position, op in enumerate(ops))
+    return tuple(op if op.id == position else replace(op, id=position) for position, op in enumerate(ops))

@@ -50,6 +50,8 @@ QUICK = PlannedConfig(thorough=False)
 """Plans that may take more than under a running job, for a card that is searched for."""
 LIVE_GRAIN = 1024
 """The share of the requested bytes to which the memory is found on which that allocator survives."""
+LIKELY_GRAINS = 7
+"""How many such shares are tried first."""
 SPARE_BYTES = 4 << 20
 """Two small segments, for scalars and other small blocks that no plan counts."""
 
@@ -284,7 +286,7 @@ def _survives_on(events: Events, ends: Sequence[int], at_least: int) -> int:
         retries = replay_in_steps(allocator, events, ends)
         return retries is not None and len({*retries[STEPS_LEARNING - 1 :]}) == 1
 
-    too_few, enough = -1, 0
+    too_few, enough = -1, 0 if at_least else LIKELY_GRAINS
     while not survives(enough):
         too_few, enough = enough, 2 * enough + 1
     while enough - too_few > 1:

@@ -12,7 +12,9 @@ An update on the host ends a copy of what it writes and begins another in the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -31,6 +33,20 @@ EARLINESS = (1.0, 2.0, 4.0, 0.0)
 """Read-ahead begins as early as a disk needs that is so many times slower; 0: as early as memory allows."""
 CLOSE = 1.03
 """No other is tried if a step takes at most so many times as long as the disk's work, or as without a disk."""
+
+
+_CHOSEN: ContextVar[dict[int, tuple[Schedule, Tiers, Timeline]] | None] = ContextVar("chosen_tiers", default=None)
+"""By the identity of their instructions, the schedules whose tiers are chosen."""
+
+
+@contextmanager
+def each_chosen_once() -> Iterator[None]:
+    """Choose the tiers of each schedule once inside the block, which is about one graph on one device."""
+    token = _CHOSEN.set({})
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,7 @@ class StoredCopies:
     """The copies of a schedule in host memory, over the instructions of one step of many."""
 
     def __init__(self, graph: Graph, schedule: Schedule, device: Device) -> None:
-        self.count = len(schedule.instructions)
+        self.schedule, self.count = schedule, len(schedule.instructions)
         self.device, self.budget = device, device.host_bytes
         self.copies = _copies(graph, schedule)
         self.gaps = [gap for number, copy in enumerate(self.copies) for gap in self._gaps_of(number, copy)]
@@ -145,7 +161,8 @@ class StoredCopies:
         now = int(self.held.argmax()) if self.count else 0
         excess = max(0, int(self.held.max(initial=0)) - self.budget)
         # Copies that no step writes go first, for they are only read.
-        clean = min(excess, sum(gap.nbytes for gap in self._active(now) if self.copies[gap.copy].made is None))
+        active = (self.gaps[number] for number in self._active(now))
+        clean = min(excess, sum(gap.nbytes for gap in active if self.copies[gap.copy].made is None))
         return self.device.disk_seconds(excess, excess - clean)
 
     def fastest(self, alone: Timeline, simulate: Callable[[Tiers], Timeline]) -> tuple[Tiers, Timeline]:
@@ -153,6 +170,9 @@ class StoredCopies:
         if not (unplanned := self.unplanned()).fits:
             worst = self.device.disk_seconds(unplanned.disk_bytes, unplanned.disk_bytes)  # as if each were waited for
             return unplanned, replace(alone, step_seconds=alone.step_seconds + worst)
+        known = _CHOSEN.get()
+        if known is not None and id(self.schedule.instructions) in known:
+            return known[id(self.schedule.instructions)][1:]
         found: dict[Tiers, Timeline] = {}
         timeline = alone
         for earliness in EARLINESS:
@@ -161,7 +181,10 @@ class StoredCopies:
                 found[tiers] = timeline = simulate(tiers)
             if timeline.step_seconds <= CLOSE * max(alone.step_seconds, timeline.disk_seconds):
                 break
-        return min(found.items(), key=lambda one: one[1].step_seconds)
+        best = min(found.items(), key=lambda one: one[1].step_seconds)
+        if known is not None:
+            known[id(self.schedule.instructions)] = (self.schedule, *best)
+        return best
 
     def tiers(self, timeline: Timeline, earliness: float) -> Tiers:
         """Return the stays on the disk, by the times at which instructions end and updates on the host begin."""
@@ -202,28 +225,26 @@ class StoredCopies:
     def _chosen(self, clock: np.ndarray, shares: Mapping[_Gap, float]) -> list[_Gap]:
         """Return the gaps in which copies are on the disk, those with the largest `shares` first."""
         held, chosen = self.held.copy(), dict[_Gap, None]()
-        on_disk = {number for number, copy in enumerate(self.copies) if copy.made is None}
+        on_disk = np.array([copy.made is None for copy in self.copies])
+        copies = np.array([gap.copy for gap in self.gaps], dtype=np.int64)
+        dearest = -np.array([round(shares.get(gap, 0.0), 2) for gap in self.gaps])
+        left = np.ones(len(self.gaps), dtype=bool)
+        begins, ends = self._bounds
         whole = float(clock[-1]) if len(clock) else 0.0
         dirty = 1 + self.device.disk_read_bytes_per_second / self.device.disk_write_bytes_per_second
-
-        def when(position: int) -> float:
-            return float(clock[position % self.count]) + whole * (position // self.count)
-
-        def worth(gap: _Gap, now: int) -> float:
-            ahead = gap.end - self.count if gap.begin > now else gap.end  # of one that began in the step before
-            return (when(ahead) - when(now)) / (1 if gap.copy in on_disk else dirty)
-
-        def take(gap: _Gap) -> None:
-            chosen[gap] = None
-            on_disk.add(gap.copy)
-            self._add(held, gap.begin, gap.end, -gap.nbytes)
-
+        used = clock[ends % self.count] + whole * (ends // self.count)
+        used_before = clock[ends % self.count] + whole * (ends // self.count - 1)  # those that began a step earlier
         for now in np.flatnonzero(held > self.budget):
             if held[now] <= self.budget:
                 continue
-            left = (gap for gap in self._active(int(now)) if gap not in chosen)
-            for gap in sorted(left, key=lambda gap: (-round(shares.get(gap, 0.0), 2), -worth(gap, int(now)))):
-                take(gap)
+            active = self._active(int(now))
+            active = active[left[active]]
+            worth = np.where(begins[active] > now, used_before[active], used[active]) - clock[now]
+            worth /= np.where(on_disk[copies[active]], 1.0, dirty)
+            for number in active[np.lexsort((-worth, dearest[active]))]:
+                gap = self.gaps[number]
+                chosen[gap], left[number], on_disk[gap.copy] = None, False, True
+                self._add(held, gap.begin, gap.end, -gap.nbytes)
                 if held[now] <= self.budget:
                     break
         # Some are there for the start of what others cover as well: the dearest go first.
@@ -233,11 +254,11 @@ class StoredCopies:
                 self._add(held, gap.begin, gap.end, gap.nbytes)
         return list(chosen)
 
-    def _active(self, now: int) -> list[_Gap]:
-        """Return the gaps that instruction `now` is in."""
+    def _active(self, now: int) -> np.ndarray:
+        """Return the numbers of the gaps that instruction `now` is in."""
         begins, ends = self._bounds
         inside = ((begins <= now) & (now < ends)) | ((begins <= now + self.count) & (now + self.count < ends))
-        return [self.gaps[number] for number in np.flatnonzero(inside)]
+        return np.flatnonzero(inside)
 
     def _read_ahead(
         self, chosen: list[_Gap], timeline: Timeline, earliness: float, held: np.ndarray
@@ -288,22 +309,25 @@ class StoredCopies:
         A linear program, in which parts of a copy may be on the disk: gaps that cover each moment at which copies take
         too much, and one write for the gaps of a copy. Of a long step only the worst moments are in it.
         """
-        worst: dict[tuple[_Gap, ...], int] = {}
+        worst: dict[bytes, tuple[np.ndarray, int]] = {}
         over = np.flatnonzero(self.held > self.budget)
         most = max(1, MOST_TERMS // max(1, len(self.gaps)))
         for now in over[np.argsort(-self.held[over], kind="stable")][:most]:
-            worst.setdefault(tuple(self._active(int(now))), int(self.held[now]) - self.budget)
+            active = self._active(int(now))
+            worst.setdefault(active.tobytes(), (active, int(self.held[now]) - self.budget))
         program = LinearProgram()
         write = [program.variable(1.0, copy.nbytes * (copy.made is not None)) for copy in self.copies]
-        read = {gap: program.variable(1.0, gap.nbytes) for gap in self.gaps}
-        for active, excess in worst.items():
-            program.row([(read[gap], gap.nbytes) for gap in active], lower=excess)
-        for gap, column in read.items():
+        read = [program.variable(1.0, gap.nbytes) for gap in self.gaps]
+        for active, excess in worst.values():
+            program.row([(read[number], self.gaps[number].nbytes) for number in active], lower=excess)
+        for gap, column in zip(self.gaps, read, strict=True):
             program.row([(write[gap.copy], 1.0), (column, -1.0)], lower=0.0)
         solved = program.solve()
         if solved is None:
             return 0, {}
-        return math.floor(solved[0] * (1 - 1e-9)), {gap: solved[1][column] for gap, column in read.items()}
+        return math.floor(solved[0] * (1 - 1e-9)), {
+            gap: solved[1][column] for gap, column in zip(self.gaps, read, strict=True)
+        }
 
 
 def page_bytes(nbytes: int) -> int:

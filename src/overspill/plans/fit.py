@@ -55,7 +55,7 @@ FIRST_EFFORT = 0.2
 NEAR = 1.02
 """The slowdown up to which little can be gained."""
 MANY_OPS = 1000
-"""Of a step with more ops, whose plans take seconds each, a plan that is NEAR is not improved."""
+"""Of a step with more ops, whose plans take seconds each, fewer are made where these gain little."""
 LOOSE = 1.05
 """Share of its live bytes that a placed plan may take before another way to place is tried too, if it is not NEAR."""
 EFFORT_GAIN = 1.03
@@ -188,6 +188,7 @@ class Fit:
             searches = searches[-1:]
         for number, search in enumerate(searches, 1):
             if (plan := search.fastest()) is not None:
+                plan = search.or_faster(plan, self._searches[on_host])
                 found.append(plan)
                 if plan.taken_bytes <= LOOSE * plan.peak_bytes or plan.slowdown <= NEAR:
                     break
@@ -231,8 +232,8 @@ class _Search:
             _, least, _ = self.at_floor()
             if not self.account.is_steady and least.taken_bytes <= HOPE * self._bytes:
                 self.from_floor()
-        elif (found := self._at(low, self._little)).slowdown > (NEAR if len(found.graph.ops) > MANY_OPS else 1):
-            more = 0 if self.account.is_steady else UPWARDS
+        elif self._may_gain(found := self._at(low, self._little)):
+            more = 0 if self.account.is_steady or not self._may_gain_by_bytes(found) else UPWARDS
             near = [low, *(live for live in islice(upwards_from(low), more) if live <= self._bytes)]
             made = self._at_all(near if self.account.is_steady else self._fast_enough(near, most_seconds))
             if self.account.is_steady and (excess := made[0].taken_bytes - self._bytes) > 0 and low > excess:
@@ -243,6 +244,24 @@ class _Search:
             plan for _, plan in sorted(self._tried.items(), key=itemgetter(0)) if plan.taken_bytes <= self._bytes
         ]
         return min(fitting, key=lambda plan: plan.step_seconds, default=None)
+
+    def or_faster(self, plan: Plan, others: Iterable[_Search]) -> Plan:
+        """Return `plan`, or the fastest that `others` made of no more live bytes, if that is faster and fits here."""
+        made = ((p.step_seconds, *key) for other in others for key, p in other._tried.items() if key not in self._tried)
+        seconds, live, effort = min((one for one in made if one[1] <= plan.peak_bytes), default=(math.inf, 0, 0.0))
+        other = self._at(live, effort) if seconds < plan.step_seconds else plan
+        return other if other.taken_bytes <= self._bytes else plan
+
+    def _may_gain(self, plan: Plan) -> bool:
+        """Return whether all of the effort may make a plan faster: not one that is NEAR, or that waits for a disk."""
+        if len(plan.graph.ops) <= MANY_OPS:
+            return plan.slowdown > 1
+        return plan.slowdown > NEAR and plan.disk_slowdown <= EFFORT_GAIN
+
+    def _may_gain_by_bytes(self, plan: Plan) -> bool:
+        """Return whether more live bytes may make a plan faster, by that with all of the budget."""
+        most = self._at(self.first_bytes, self._little)
+        return len(plan.graph.ops) <= MANY_OPS or plan.step_seconds > GAIN * most.step_seconds
 
     def _fast_enough(self, asked: Iterable[int], most_seconds: float) -> list[int]:
         """Return those of the live bytes `asked` with which a plan may fit and take at most `most_seconds`."""
@@ -282,8 +301,8 @@ class _Search:
                 low = max(low, asked)
             else:
                 over = asked
-                if plan.step_seconds > most_seconds:  # with fewer bytes it takes longer still
-                    break
+                if plan.step_seconds > most_seconds or (self._is_hopeless(plan) and most_seconds < math.inf):
+                    break  # with fewer bytes it takes longer still
             if low and self.account.is_steady and (not further or low >= over or self._is_close(low)):
                 break
             # Bisect, at planned addresses by the bytes taken; before anything fits, go down by the excess.
@@ -296,6 +315,9 @@ class _Search:
             if asked <= low:
                 break
         return low
+
+    def _is_hopeless(self, plan: Plan) -> bool:
+        return len(plan.graph.ops) > MANY_OPS and plan.taken_bytes > HOPE * self._bytes
 
     def _is_close(self, live_bytes: int) -> bool:
         """Return whether a plan of some more live bytes than this one, which fits, gains little."""

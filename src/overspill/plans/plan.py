@@ -17,7 +17,7 @@ from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.floor import peak_of, retained_bytes
 from overspill.planning.on_host import without
 from overspill.planning.overlap import computing_seconds
-from overspill.planning.tiers import page_bytes, with_tiers
+from overspill.planning.tiers import each_chosen_once, page_bytes, with_tiers
 from overspill.policies import POLICIES, Policy, policy_named
 from overspill.policies.in_core import Liveness
 from overspill.simulate import check, simulate
@@ -153,6 +153,13 @@ class Plan(Reportable):
         """Simulated step time over that of the unmanaged step."""
         return self.step_seconds / self.in_core_seconds if self.in_core_seconds else 1.0
 
+    @cached_property
+    def disk_slowdown(self) -> float:
+        """Simulated step time over that with host memory for all that is in the store."""
+        if self.tiers is None or not self.tiers.stays:
+            return 1.0
+        return self.step_seconds / simulate(self.graph, self.schedule, self.device, self.op_seconds).step_seconds
+
     @property
     def offloaded_bytes(self) -> int:
         """Bytes that go to the store in one step."""
@@ -223,12 +230,14 @@ def make_plan(
         chosen = policy_named(RECOMPUTING)
     seconds = op_seconds(graph, device, times)
     budget = budget_bytes if chosen.plans_for_budget else None
-    schedule = chosen.plan(graph, device, budget, times)
-    if not isinstance(schedule, Schedule):
-        raise RequestError(
-            f"policy {chosen} gave {schedule!r}, which is no Schedule; its `_plan` is to return what `assemble` makes"
-        )
-    tiers, timeline = tiers_of(graph, schedule, device, seconds)
+    with each_chosen_once():
+        schedule = chosen.plan(graph, device, budget, times)
+        if not isinstance(schedule, Schedule):
+            raise RequestError(
+                f"policy {chosen} gave {schedule!r}, which is no Schedule; its `_plan` is to return what `assemble` "
+                "makes"
+            )
+        tiers, timeline = tiers_of(graph, schedule, device, seconds)
     # Verify the schedule independently of the policy.
     result = check(graph, schedule)
     if result.peak_bytes > budget_bytes and not chosen.unlimited:

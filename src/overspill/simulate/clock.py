@@ -104,10 +104,10 @@ class _Clock:
         self.live: list[int] = []
         self.times: list[float] = []
         for index, instruction in enumerate(schedule.instructions):
-            if disk is not None:
+            if disk is not None and index in disk.starts:
                 disk.before(index, self.host if device.runs_behind_host else self.now, self.arrival, self.updated)
             self.step(index, instruction)
-            if disk is not None:
+            if disk is not None and index in disk.ends:
                 disk.behind(index, self.arrival, self.updated)
 
     @property

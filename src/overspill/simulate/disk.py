@@ -31,6 +31,8 @@ class DiskLane:
             self._reads[stay.read].append(stay)
         for end, tensor in tiers.ends:
             self._ends[end].append(tensor)
+        self.starts, self.ends = self._writes.keys() | self._reads.keys(), frozenset(self._ends)
+        """Instructions before which it starts something, and behind which copies are needed no more."""
         self._memory = _HostMemory(tiers.host_budget_bytes, tiers.start_bytes)
         self._busy: list[tuple[float, float]] = []
         """When it has work: disjoint spans in order, in seconds."""
@@ -116,10 +118,10 @@ class _HostMemory:
         used, when = self._last, now
         for at in range(len(self._changes) - 1, -1, -1):
             time, change = self._changes[at]
-            if time <= now:
-                break
             if used + nbytes > self._budget:  # behind this change: only the next one makes space
-                when = self._changes[min(at + 1, len(self._changes) - 1)][0]
+                when = max(now, self._changes[min(at + 1, len(self._changes) - 1)][0])
+                break
+            if time <= now:
                 break
             used -= change
         else:

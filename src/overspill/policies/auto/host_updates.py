@@ -6,8 +6,8 @@ Of what cannot be faster than the best so far no plan is searched, and no stays 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from overspill.core import Device, Graph, Schedule, Stream, TensorKind, Timeline, Verb
@@ -30,6 +30,27 @@ SPARED = 1 / 3
 """They are made if so much of the step could be spared."""
 
 Make = Callable[[Graph, Device, int | None, tuple[float, ...]], Schedule]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A plan within the budget, its timeline without a disk, and its stored copies if there is a disk."""
+
+    made: Schedule
+    alone: Timeline
+    copies: StoredCopies | None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the disk takes longer than all else."""
+        return self.copies is not None and self.copies.least_seconds >= self.alone.step_seconds
+
+    @property
+    def least_seconds(self) -> float:
+        """A bound on its step."""
+        return (
+            self.alone.step_seconds if self.copies is None else max(self.alone.step_seconds, self.copies.least_seconds)
+        )
 
 
 class Ways:
@@ -90,10 +111,16 @@ class Ways:
         """Weigh plans with all updates on the device: for its link, and for slower ones where the disk limits it."""
         device = self._device
         slower = (_with_slower_link(device, share) for share in (AS_SLOW_AS_DISK if device.host_bytes else ()))
+        found = []
         for linked in (device, *slower):
-            _, limited = self._weigh(partial(self._make, self._graph, linked, self._budget_bytes, self._seconds))
-            if not limited:
+            one = self._candidate(partial(self._make, self._graph, linked, self._budget_bytes, self._seconds))
+            if one is None:
                 break
+            if self._may_spare(one, one.least_seconds):
+                found.append(one)
+            elif not self._may_spare(one, self._take([one])):
+                break
+        self._take(found)
 
     def _weigh_with(self, updates: tuple[int, ...]) -> None:
         """Weigh plans with these updates on the host, unless they cannot be faster."""
@@ -108,47 +135,64 @@ class Ways:
             return host.schedule(planned, self._budget_bytes)
 
         largest = sorted((t.nbytes for t in self._graph.tensors if t.kind is TensorKind.GRADIENT), reverse=True)
-        waits, _ = self._weigh(partial(made, 0))
-        if waits:
+        if self._weigh(partial(made, 0)):
             self._weigh(partial(made, AHEAD))
 
-    def _weigh(self, plan: Callable[[], Schedule]) -> tuple[bool, bool]:
-        """Make a plan and keep it if it is the best; return whether copies out are waited for, and the disk limits it.
+    def _candidate(self, plan: Callable[[], Schedule]) -> _Candidate | None:
+        """Return the candidate that `plan` makes; None if there is none within the budget."""
+        try:
+            found = self._with_copies(plan())
+        except InfeasibleBudgetError as error:
+            self._errors.append(error.with_traceback(None))  # whose frames would live on
+            return None
+        return None if self._budget_bytes is not None and found.alone.peak_bytes > self._budget_bytes else found
+
+    def _with_copies(self, made: Schedule) -> _Candidate:
+        copies = StoredCopies(self._graph, made, self._device) if self._device.host_bytes else None
+        return _Candidate(made, simulate(self._graph, made, self._device, self._seconds), copies)
+
+    def _weigh(self, plan: Callable[[], Schedule]) -> bool:
+        """Weigh a plan with updates on the host, and return whether copies out are waited for, and no disk limits it.
 
         What is returned depends on no other plan.
         """
-        try:
-            made = plan()
-        except InfeasibleBudgetError as error:
-            self._errors.append(error.with_traceback(None))  # whose frames would live on
-            return False, False
-        timeline = simulate(self._graph, made, self._device, self._seconds)
-        if self._budget_bytes is not None and timeline.peak_bytes > self._budget_bytes:
-            return False, False
+        if (one := self._candidate(plan)) is None:
+            return False
+        timeline = one.alone
         out = f"{Stream.OFFLOAD} of"
         waited = sum(s.end_seconds - s.start_seconds for s in timeline.stalls if s.cause.startswith(out))
-        waits = waited > WAITS * timeline.step_seconds
-        if made.counts[Verb.RUN_ON_HOST] and timeline.step_seconds < self._in_time[0]:
-            self._in_time = timeline.step_seconds, in_time(self._graph, made, timeline)
-        if not self._device.host_bytes:
-            self._note(made, timeline)
-            return waits, False
-        found = [self._with_disk(made, timeline)]
-        if made.counts[Verb.RUN_ON_HOST]:  # late updates need their state later, early ones free their gradients
-            later = begun_when_free(self._graph, made, timeline)
-            found.append(self._with_disk(later, simulate(self._graph, later, self._device, self._seconds)))
-        return waits and not any(limits for limits, _ in found), any(spares for _, spares in found)
+        found = [one]
+        if one.made.counts[Verb.RUN_ON_HOST]:
+            if timeline.step_seconds < self._in_time[0]:
+                self._in_time = timeline.step_seconds, in_time(self._graph, one.made, timeline)
+            if one.copies is not None:  # late updates need their state later, early ones free their gradients
+                found.append(self._with_copies(begun_when_free(self._graph, one.made, timeline)))
+        self._take(found)
+        return waited > WAITS * timeline.step_seconds and not any(each.is_limited for each in found)
 
-    def _with_disk(self, made: Schedule, alone: Timeline) -> tuple[bool, bool]:
-        """Note the plan with its disk if it may be the best; return whether the disk limits it, and may do far less."""
-        copies = StoredCopies(self._graph, made, self._device)
-        limits = copies.least_seconds >= alone.step_seconds
-        if max(alone.step_seconds, copies.least_seconds) > self._best_seconds:
-            return limits, False
-        _, timeline = copies.fastest(alone, partial(simulate, self._graph, made, self._device, self._seconds))
-        self._note(made, timeline)
-        possible = max(alone.step_seconds, copies.least_seconds - self._spared_seconds(made))
-        return limits, possible < (1 - SPARED) * timeline.step_seconds
+    def _take(self, found: Iterable[_Candidate]) -> float:
+        """Note the best of these plans if it is the best of all: those with the least bound first.
+
+        Returns the seconds of the step of the last that may be the best, 0 if none may.
+        """
+        seconds = 0.0
+        for one in sorted(found, key=lambda one: one.least_seconds):
+            timeline = one.alone
+            if one.copies is not None:
+                if one.least_seconds > self._best_seconds:
+                    continue
+                alone = partial(simulate, self._graph, one.made, self._device, self._seconds)
+                _, timeline = one.copies.fastest(timeline, alone)
+            self._note(one.made, timeline)
+            seconds = timeline.step_seconds
+        return seconds
+
+    def _may_spare(self, one: _Candidate, seconds: float) -> bool:
+        """Return whether a step of so many seconds would take far less if the disk kept nothing of its forward."""
+        if one.copies is None:
+            return False
+        possible = max(one.alone.step_seconds, one.copies.least_seconds - self._spared_seconds(one.made))
+        return possible < (1 - SPARED) * seconds
 
     def _note(self, made: Schedule, timeline: Timeline) -> None:
         cost = timeline.step_seconds, moved_bytes(self._graph, made)
