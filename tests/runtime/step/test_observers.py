@@ -35,7 +35,7 @@ from overspill.runtime.transfer.host_store import HostStore
 
 
 @pytest.mark.parametrize(
-    ("store", "seed", "cases"), [("host", 1, 13), pytest.param("disk", 2, 60, marks=pytest.mark.long)]
+    ("store", "seed", "cases"), [("host", 1, 18), pytest.param("disk", 2, 60, marks=pytest.mark.long)]
 )
 def test_who_looks_at_any_moment_sees_right_values_or_one_error_and_changes_nothing(
     store: str, seed: int, cases: int
