@@ -79,9 +79,10 @@ def _residents(graph: Graph, schedule: Schedule, blocks: Iterable[tuple[Block, i
 
     The address of its last block in one step is that of its first in the next. These blocks are at the bottom of the
     arena. Those that are away for longer are higher up, so that other blocks find their memory in one piece. A step of
-    several micro-batches has none, because its graphs would have other addresses.
+    several micro-batches one after another has none, because its graphs would have other addresses.
     """
-    if not graph.whole_step or any(op.name == ACCUMULATE for op in graph.ops):
+    sums = (t for op in graph.ops if op.name == ACCUMULATE for t in op.writes)
+    if not graph.whole_step or any(graph.tensors[t].persistent for t in sums):
         return {}
     found: dict[int, list[Block]] = defaultdict(list)
     for block, tensor in blocks:

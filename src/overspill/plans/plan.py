@@ -70,6 +70,8 @@ class Plan(Reportable):
     """Whether the model is in host memory before the first step, and on the device only what the plan has there."""
     tiers: Tiers | None = None
     """Which stored copies are on a disk below host memory, and when; None if the store has no disk below."""
+    micro_batches: int = 1
+    """How many micro-batches the graph has beside one another."""
 
     @cached_property
     def lower_bound_seconds(self) -> float:

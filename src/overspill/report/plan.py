@@ -86,6 +86,8 @@ def in_python(plan: Plan, *, inductor: bool) -> tuple[PasteLine, ...]:
         others += f', store="{store}", host_budget="{host}"'
     if plan.model_on_host:
         others += ', device="cuda"'
+    if plan.micro_batches > 1:
+        others += f", accumulate={plan.micro_batches}"
     lines = [PasteLine(CALLED, "First of all, before CUDA is used:")] if plan.pool == LIVE else []
     if plan.graph.whole_step:
         step = f'step = overspill.train_step(model, loss_fn, optimizer, budget="{size}"{others})'
@@ -111,14 +113,15 @@ def plan_verdict(plan: Plan, least_bytes: int | None = None) -> Verdict:
     again = [] if not plan.recomputed_ops else [
         Figure("recomputed", count(plan.recomputed_ops, "op"), f"{format_seconds(plan.recomputing_seconds)} of a step")
     ]  # fmt: skip
+    of_all = f" of {plan.micro_batches} micro-batches, layer by layer" if plan.micro_batches > 1 else ""
     return Verdict(
         f"Fits in {format_bytes(plan.asked_bytes)}: {taken}" if plan.fits_device else too_small(plan),
         good=plan.fits_device,
         figures=(
             *least,
             Figure("slowdown", f"{plan.slowdown:.3f}",
-                f"simulated: {format_seconds(plan.step_seconds)} a step, {format_seconds(plan.in_core_seconds)} "
-                "without a plan"),
+                f"simulated: {format_seconds(plan.step_seconds)} a step{of_all}, "
+                f"{format_seconds(plan.in_core_seconds)} without a plan"),
             *store_figures(plan, f"{moved} the device in each step"),
             *again,
             *emulation(plan.device, {tensor.dtype for tensor in plan.graph.tensors}),

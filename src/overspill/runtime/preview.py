@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,6 +40,7 @@ from .compiled.partitions import Partitioned
 from .hardware import account_of, allocator_config, as_absent, device_named
 from .infeasible import split_update
 from .options import OWN, Options
+from .step.beside import OneByOne, beside
 from .step.gathered import gathered
 
 CPU = torch.device("cpu")
@@ -88,9 +90,15 @@ class JobStep:
             )
             raise error.with_help(split_update(error)) if by_calls and stays else error from None
         plan.check_host()
-        if not self.options.whole_step or self.job.parallel is not None or not runs_here or self.options.profile:
+        if not self.options.whole_step or self.job.parallel is not None:
             return plan
-        return gathered(self.captures.of(plan.graph), plan, self.account.measured)
+        captures, count = self.captures, self.job.accumulate
+        if count > 1:
+            with suppress(OneByOne):
+                captures, plan = beside(captures.of(plan.graph), plan, count, self.options, self.account)
+        if not runs_here or self.options.profile:
+            return plan
+        return gathered(captures.of(plan.graph), plan, self.account.measured)
 
     def least_bytes(self) -> int | None:
         """Return bytes that no plan by `auto` does without; None if it takes other captures long to say."""

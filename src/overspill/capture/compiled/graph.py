@@ -51,6 +51,8 @@ TANGENTS_ARE_GIVEN = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 HANDLE_BYTES = 8
 """Bytes that the runtime leaves in place of an offloaded tensor: its slot in the store, one int64."""
+HANDLES = "transfer handles"
+"""The name of the tensor that stands for them."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,11 @@ class Captured:
         return any(self.graph.tensors[self.tensor_of[key]].movable for key in storages(primal))
 
 
+def elsewhere(kind: TensorKind) -> str:
+    """Return the name of the tensor that stands for bytes of `kind` outside the graph."""
+    return f"{kind} elsewhere"
+
+
 def capture(joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Captured:
     """Return the Graph of the step around `joint`; `inputs` describes its inputs by position."""
     return CaptureOfStep(joint, inputs, surroundings).build()
@@ -187,7 +194,7 @@ class CaptureOfStep:
     def _add_handles(self) -> None:
         """Add bytes for handles of offloaded tensors, where the device is the CPU."""
         if self.joint.device.type == "cpu" and (movable := sum(t.movable for t in self.tensors)):
-            self._add_tensor(HANDLE_BYTES * movable, TensorKind.WORKSPACE, "transfer handles", persistent=True)
+            self._add_tensor(HANDLE_BYTES * movable, TensorKind.WORKSPACE, HANDLES, persistent=True)
 
     def _is_random(self) -> bool:
         return any(is_random(node) for node in (*self.joint.forward, *self.joint.backward))
@@ -216,7 +223,7 @@ class CaptureOfStep:
         self._add_constants()
         for kind, nbytes in self.surroundings.outside_graph:
             if nbytes:
-                self._add_tensor(nbytes, kind, f"{kind} elsewhere", persistent=True)
+                self._add_tensor(nbytes, kind, elsewhere(kind), persistent=True)
         if nbytes := self.surroundings.optimizer_state_bytes:
             self._add_tensor(nbytes, TensorKind.OPTIMIZER_STATE, "optimizer state", persistent=True)
 

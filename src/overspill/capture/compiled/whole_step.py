@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -131,6 +131,8 @@ class CapturedStep(Captured):
     others: tuple[fx.Node, ...]
     updates: tuple[ParameterUpdate, ...]
     """Only of parameters that get a gradient."""
+    micro_batches: int = field(default=1, kw_only=True)
+    """How many it has beside one another; then `others` are the losses of those behind the first."""
 
     @property
     def results(self) -> Sequence[fx.Node]:

@@ -72,6 +72,8 @@ class FoundStep(NamedTuple):
     results: Results
     python: PythonState
     known: KnownValues
+    others: tuple[int, ...] = ()
+    """Positions of the inputs of other micro-batches, as they follow one another, if they are in the step too."""
 
 
 Capturing = tuple[CapturedStep, Callable[[OutsideGraph], CapturedStep]]
@@ -171,7 +173,12 @@ class StepCaptures:
         """Return the names of the optimizer state and gradient sums among the inputs of a step."""
         names = [*self.state.parameters]
         found = [f"{names[u.parameter]}.{state.name}" for u in captured.updates for state in u.state]
-        return found + (self._sum_residents(captured) if self.gradients.accumulate > 1 else [])
+        summed = self.gradients.accumulate > 1 and captured.micro_batches == 1
+        return found + (self._sum_residents(captured) if summed else [])
+
+    def inputs_of(self, found: FoundStep) -> list[int]:
+        """Return the positions of the inputs that a micro-batch has of its own, behind those of the buffers."""
+        return [t for t in found.takes if isinstance(t, int) and t >= len(self.state.buffers)]
 
     def _capture_ops(
         self,

@@ -59,10 +59,14 @@ class MicrobatchRunner:
         count = compiled.stretch.own - 1
         others, results = results[:count], results[count:]
         compiled.borrowed(self._state.residency).give(results)
+        if compiled.micro_batches > 1:
+            losses, others = others, []
+            for other in losses:
+                loss = loss + other
         call.loss = loss if call.loss is None else call.loss + loss
         call.returned = compiled.results.filled(call.loss, others)
         others.clear()
-        call.number, call.run, call.compiled = call.number + 1, None, None
+        call.number, call.run, call.compiled = call.number + compiled.micro_batches, None, None
 
     def _begin(self, call: StepCall, tracker: LiveBytes | None, recorder: RunRecorder | None) -> None:
         """Move all tensors to where the plan of the next micro-batch begins."""
@@ -70,7 +74,9 @@ class MicrobatchRunner:
         if call.number == 0:
             self._plans.share_buffers(part)
         # Plan it, and move residents to or from the store.
-        compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
+        compiled = self._plans.compile_all(call.parts, call.inputs) if call.number == 0 else None
+        if compiled is None:
+            compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
         self._check_room_for_hooks(call, compiled)
         if call.number == 0 and self._state.sums:
             self._state.forget_sums(of_others_than=frozenset(compiled.takes))
@@ -78,7 +84,7 @@ class MicrobatchRunner:
             self._state.engine.recorder = recorder
             self._move(compiled, self._state.engine)
         # Collect the program's arguments.
-        tensors = batches.tensors(part)
+        tensors = [t for of in call.parts[call.number :][: compiled.micro_batches] for t in batches.tensors(of)]
         if self._plans.options.backend == "inductor":
             from overspill.runtime.compiled.inductor import align  # noqa: PLC0415 - seconds to import
 

@@ -41,6 +41,7 @@ from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.ops import open_engine
 from overspill.runtime.transfer.stores import store_bytes, whole_pages
 
+from .beside import OneByOne, beside
 from .borrowed import Borrowed
 from .captures import FoundStep, StepCaptures
 from .from_host import held_bytes
@@ -101,6 +102,8 @@ class Compiled:
     """The `activation_memory_budget` of the partition; None with eager kernels."""
     on_host: tuple[str, ...]
     """The parameters that are updated on the host."""
+    micro_batches: int
+    """How many micro-batches it has beside one another, whose losses it returns."""
 
     def at(self, place: Place) -> frozenset[str]:
         """Return the residents that are at `place` when the program begins."""
@@ -126,6 +129,8 @@ class StepPlans:
         self._beside_then = 0
         self._fixed_budget: int | None = None
         self.arena = StepArena()
+        self.one_by_one = ""
+        """Why micro-batches run one after another, as last planned; empty if they do not, or nothing is planned."""
         self._told = False
         self._leader = self._number = 0
         self._timers: list[tuple[str, OpTimer]] = []
@@ -182,13 +187,7 @@ class StepPlans:
 
         The `last` micro-batch includes the update.
         """
-        # Drop plans made for other tensors, or for other models on the device.
-        if self.state.stale:
-            self.clear()
-            self.state.stale = False
-        if (now := self.beside()) != self._beside_then:
-            self.clear()
-            self._beside_then, self._fixed_budget = now, None
+        self._drop_stale()
         # All processes run the plan of the one with the largest inputs.
         key = self._key(inputs, last=last)
         shapes = self.processes.digest(key)
@@ -209,6 +208,34 @@ class StepPlans:
             self._keep((key, meeting.shapes), found)
         self._check_apart(found.changed, inputs)
         return found
+
+    def _drop_stale(self) -> None:
+        """Drop plans made for other tensors, or for other models on the device."""
+        if self.state.stale:
+            self.clear()
+            self.state.stale = False
+        if (now := self.beside()) != self._beside_then:
+            self.clear()
+            self._beside_then, self._fixed_budget = now, None
+
+    def compile_all(self, parts: Sequence[tuple[Any, ...]], whole: tuple[Any, ...]) -> Compiled | None:
+        """Return the plan of all micro-batches `parts` of a call, layer by layer; None to run one after another."""
+        if len(parts) == 1 or self.processes.size > 1:
+            return None
+        self._drop_stale()
+        key = self._key(parts[0], last=True)
+        alone, together = (key, self.processes.digest(key)), (key, len(parts), "micro-batches")
+        given = [[*self.state.buffers.values(), *batches.tensors(part)] for part in parts]
+        found = self._known(together, given[0])
+        if found is None:
+            if self._known(alone, given[0]) is not None:  # by itself, as was decided when it was planned
+                return None
+            with shown_in_terminal("planning the step"):
+                found = self._planned(parts[0], self._outside_graph(parts[0], whole), count=len(parts))
+                bring_for_others(found.outside)
+            self._keep(together if found.micro_batches > 1 else alone, found)
+        others_differ = any(found.guards.difference(of) is not None for of in given[1:])
+        return None if found.micro_batches == 1 or others_differ else found
 
     def _meet(self, key: Any, inputs: tuple[Any, ...], shapes: int, *, last: bool) -> tuple[Meeting, Compiled | None]:
         """Return what the processes know of one another, and the plan of `inputs` next to the largest of `shapes`."""
@@ -365,11 +392,12 @@ class StepPlans:
         kept_in_store: frozenset[str] | None = None,
         budget: int | None = None,
         partition: float | None = None,
+        count: int = 1,
     ) -> Compiled:
         """Capture, plan and lower one micro-batch.
 
         It is the last one, with the update, unless `kept_in_store` names the state that stays in the store meanwhile.
-        `partition` is that of Options.
+        `partition` is that of Options. All `count` micro-batches are lowered as one if that is faster.
         """
         # Capture, and work out the budget.
         may_grow = budget is None and self.options.limit.smallest
@@ -398,6 +426,8 @@ class StepPlans:
                     raise
                 self._fixed_budget = budget = error.floor_bytes
                 plan = agreed(budget)
+        if count > 1:
+            found, plan = self._beside(found, plan, count)
         self._number += 1
         if is_relative and self.processes.size > 1:
             self._fixed_budget = max(self._fixed_budget or 0, plan.asked_bytes)  # of the largest step of all
@@ -405,12 +435,24 @@ class StepPlans:
         with self.processes.together():
             return self._lowered(found, plan, kept_in_store, self._number)
 
+    def _beside(self, found: FoundStep, plan: Plan, count: int) -> tuple[FoundStep, Plan]:
+        """Return the step of all micro-batches and its plan, if that is faster, or the last one as it is."""
+        inputs, captured = self._captures.inputs_of(found), found.steps.of(plan.graph)
+        try:
+            steps, made = beside(captured, plan, count, self.options, self._account(), len(inputs))
+        except OneByOne as why:
+            self.one_by_one = str(why)
+            return found, plan
+        self.one_by_one = ""
+        others = (at + number * len(inputs) for number in range(1, count) for at in inputs)
+        return found._replace(steps=steps, others=tuple(others)), self._gathered(steps, made)
+
     def _lowered(self, found: FoundStep, plan: Plan, kept_in_store: frozenset[str] | None, number: int) -> Compiled:
         """Return the captured step by a plan of its graph that all processes know as `number`."""
         # Reserve the store.
         plan.check_host()
         captured = found.steps.of(plan.graph)
-        names = (*found.takes, *self._captures.state_of(captured))
+        names = (*found.takes, *self._captures.state_of(captured), *found.others)
         if self.state.where.type == "cpu":
             suit_heap(plan.unmanaged_peak_bytes)
         store = self.engine().store
@@ -453,6 +495,7 @@ class StepPlans:
             outside,
             captured.partition,
             on_host,
+            captured.micro_batches,
         )  # fmt: skip
 
     def _idle(self, names: Iterable[str | int], plan: Plan) -> tuple[str, ...]:

@@ -246,6 +246,11 @@ class TrainStep(PlannedPeaks):
         return self._plans.partitions
 
     @property
+    def one_by_one(self) -> str:
+        """Why the last step to be planned runs its micro-batches one after another; empty if it does not."""
+        return self._plans.one_by_one
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether an error stopped a step that `resume` or `abandon` must end."""
         return self._underway.call is not None
@@ -268,13 +273,14 @@ class TrainStep(PlannedPeaks):
     def plan(self, *inputs: Any) -> Plan:
         """Return the plan of a step on `inputs`, without running it.
 
-        With several micro-batches, return that of the last. Raises the errors of a step before it begins, above all
-        InfeasibleBudgetError.
+        With several micro-batches, return that of the last, or that of all if they run beside one another. Raises the
+        errors of a step before it begins, above all InfeasibleBudgetError.
         """
 
         def planned() -> Plan:
             call = self._prepared(inputs)
-            return self._plans.compile(call.parts[-1], call.inputs, last=True).plan
+            made = self._plans.compile_all(call.parts, call.inputs)
+            return (made or self._plans.compile(call.parts[-1], call.inputs, last=True)).plan
 
         return self._state.gate.alone(planned)
 
