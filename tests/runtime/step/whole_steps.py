@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import overspill
+from overspill.devices import load_device
 from overspill.runtime.reachable import same_bits
 from overspill.runtime.step.train_step import TrainStep
 from overspill.runtime.tracker import LiveBytes
@@ -81,13 +82,43 @@ class Lm(nn.Module):
         return self.head(self.block(self.embed(words)))
 
 
+class Block(nn.Module):
+    """A residual block; `drop` draws random numbers in training."""
+
+    def __init__(self, width: int, drop: float) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(drop)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Decoder(nn.Module):
+    """Blocks, one of them frozen, between an embedding and an output layer of the same weight."""
+
+    def __init__(self, drop: float = 0.0, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, width)
+        self.layers = nn.ModuleList(Block(width, drop) for _ in range(3))
+        self.head = nn.Linear(width, 40, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
 
 def batch_for(model: nn.Module, size: int = 8) -> tuple[Tensor, Tensor]:
     drawn = torch.Generator().manual_seed(3)
-    if isinstance(model, Lm):
+    if isinstance(model, (Lm, Decoder)):
         words = torch.randint(0, 40, (size, 7), generator=drawn)
         return words[:, :-1].contiguous(), words[:, 1:].contiguous()
     shape = (size, 3, 8, 8) if isinstance(model, Cnn) else (size, 12)
@@ -201,6 +232,17 @@ class Pair:
 
     def assert_same(self) -> None:
         assert self.differences() == []
+
+
+FAR = replace(load_device("cpu"), prefetch_bytes_per_second=2e8, offload_bytes_per_second=2e8)
+"""A device whose store is so far away that weights are best read once."""
+
+
+def beside(count: int, model: Callable[[], nn.Module] = Decoder, **options: Any) -> Pair:
+    """A pair whose store is so far away that `count` micro-batches run beside one another, if they may."""
+    gradients = {"accumulate": count, "clip_norm": options.pop("clip_norm", None)}
+    given = {"policy": "auto", "budget": "60KiB", "device": FAR} | options
+    return Pair(model, OPTIMIZERS["adamw"], gradients, given, size=2 * count)
 
 
 def differences(model: nn.Module, optimizer: Optimizer, other: nn.Module, other_optimizer: Optimizer) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from overspill.core import Graph, Op, Phase, TensorKind, numbered
 from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.graphs import LazyGraphModule
-from overspill.pytorch.storages import storage_key
+from overspill.pytorch.storages import key_of, storage_key
 from overspill.pytorch.trees import tree_map_only
 
 from .effects import EFFECT
@@ -95,7 +95,7 @@ class _Copies:
             )
         self._fx = fx.Graph()
         self._nodes: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count)]
-        self._storages: list[dict[StorageKey, Tensor]] = [{} for _ in range(count)]
+        self._storages: list[dict[StorageKey, torch.UntypedStorage]] = [{} for _ in range(count)]
         self._fixed = {key for n in primals if n not in self._given for key in storages(n)}
         """Storages that all micro-batches share."""
 
@@ -243,17 +243,17 @@ class _Copies:
         key = storage_key(value)
         if key in self._fixed or not isinstance(value, FakeTensor):
             return value
-        with value.fake_mode:
-            if key not in self._storages[number]:
-                nbytes = value.untyped_storage().nbytes()
-                self._storages[number][key] = torch.empty(nbytes, dtype=torch.uint8, device=value.device)
-            storage = self._storages[number][key].untyped_storage()
-            made = torch.empty(0, dtype=value.dtype, device=value.device)
-            return made.set_(storage, value.storage_offset(), value.shape, value.stride())
+        storages = self._storages[number]
+        if key not in storages:
+            storages[key] = torch.UntypedStorage(value.untyped_storage().nbytes(), device="meta")
+        # Made without a fake mode, at a hundredth of the time.
+        made = torch.empty(0, dtype=value.dtype, device="meta")
+        made.set_(storages[key], value.storage_offset(), value.shape, value.stride())
+        return FakeTensor(value.fake_mode, made, value.device)
 
     def _key(self, key: StorageKey, number: int) -> StorageKey:
         own = self._storages[number].get(key)
-        return key if own is None else storage_key(own)
+        return key if own is None else key_of(own)
 
 
 def _begun_like(total: Tensor) -> Any:

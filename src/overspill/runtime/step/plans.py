@@ -427,7 +427,7 @@ class StepPlans:
                 self._fixed_budget = budget = error.floor_bytes
                 plan = agreed(budget)
         if count > 1:
-            found, plan = self._beside(found, plan, count)
+            found, plan = self._all_at_once(found, plan, count)
         self._number += 1
         if is_relative and self.processes.size > 1:
             self._fixed_budget = max(self._fixed_budget or 0, plan.asked_bytes)  # of the largest step of all
@@ -435,7 +435,7 @@ class StepPlans:
         with self.processes.together():
             return self._lowered(found, plan, kept_in_store, self._number)
 
-    def _beside(self, found: FoundStep, plan: Plan, count: int) -> tuple[FoundStep, Plan]:
+    def _all_at_once(self, found: FoundStep, plan: Plan, count: int) -> tuple[FoundStep, Plan]:
         """Return the step of all micro-batches and its plan, if that is faster, or the last one as it is."""
         inputs, captured = self._captures.inputs_of(found), found.steps.of(plan.graph)
         try:
