@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.runtime.step.whole_steps import Decoder, Mlp, beside, planned_peak
+from tests.runtime.step.whole_steps import FAR, Decoder, Mlp, batch_for, beside, cross_entropy, planned_peak
 from torch import nn
 
 import overspill
 from overspill.capture.compiled.whole_step import ACCUMULATE
 from overspill.core import Phase
+from overspill.job import Job
+from overspill.models import BuiltModel
 from overspill.planning.effort import at_effort
+from overspill.report.plan import in_python, plan_verdict
+from overspill.runtime.options import Options
+from overspill.runtime.preview import preview
 
 
 @pytest.mark.parametrize(
@@ -58,6 +64,18 @@ def test_a_weight_comes_once_for_all_micro_batches_in_forward_and_once_in_backwa
     made_by = {op.writes[0]: tensors[op.writes[0]] for op in sums}
     assert not any(total.persistent for total in made_by.values())
     assert len(sums) == 3 * len(made_by)
+
+
+def test_a_plan_of_a_job_is_that_of_all_its_micro_batches_and_says_so() -> None:
+    built = BuiltModel("decoder", Decoder(), lambda size: batch_for(Decoder(), size), cross_entropy)
+    with at_effort(0.05):
+        job = Job(lambda: built, 2, "adamw", accumulate=3)
+        plan = preview(job, Options("60KiB", device=FAR, whole_step=True))
+        alone = preview(replace(job, accumulate=1), Options("60KiB", device=FAR, whole_step=True))
+    assert plan.micro_batches == 3
+    assert alone.step_seconds < plan.step_seconds < 3 * alone.step_seconds
+    assert "3 micro-batches, layer by layer" in str(plan_verdict(plan))
+    assert "accumulate=3" in in_python(plan, inductor=False)[0].text
 
 
 class Still(Mlp):
