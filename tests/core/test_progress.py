@@ -51,3 +51,15 @@ def test_others_have_no_such_line(
         work()
     assert screen.getvalue() == ""
     assert told == (["a plan"] if by_command else [])
+
+
+def test_long_work_without_a_terminal_logs_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Screen(is_terminal=False))
+    clock = iter((0.0, 1.0, 12.0, 13.0))
+    monkeypatch.setattr("overspill.core.progress.time.monotonic", lambda: next(clock))
+    with shown_in_terminal("planning the step"):
+        for now in ("a plan", "another", "a third"):
+            progress(now)
+    assert caplog.messages == ["planning the step takes more than 10 s (another)"]

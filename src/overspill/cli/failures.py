@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import overspill
-from overspill.core.errors import InfeasibleBudgetError, OverspillError, RequestError, is_out_of_memory
+from overspill.core.errors import InfeasibleBudgetError, OverspillError, RequestError, is_out_of_memory, with_remedy
 from overspill.core.frames import in_package
 
 WRONG_REQUEST = 2
@@ -91,7 +91,8 @@ def _on_purpose(error: OverspillError) -> Failure:
     would_do = f"budget={error.floor_bytes} would do"
     if error.most_bytes is not None and error.floor_bytes > error.most_bytes:
         would_do = "no budget on this GPU would do"
-    return Failure(message if would_do in message else f"{message}; {would_do}", error.exit_code, floor)
+    is_said = any(said in message for said in (would_do, f'budget="{error.floor_bytes}B" would do'))
+    return Failure(message if is_said else with_remedy(message, would_do), error.exit_code, floor)
 
 
 def _without_frames(message: str) -> str:

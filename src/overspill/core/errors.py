@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+_INFEASIBLE = "infeasible: "
+"""How the message of an InfeasibleBudgetError begins."""
+
 
 class OverspillError(Exception):
     """Base of all errors raised on purpose; `exit_code` is the command line's.
@@ -82,10 +85,11 @@ class InfeasibleBudgetError(OverspillError, RuntimeError):
         self.crowded = crowded
         self.most_bytes = most_bytes
 
-    def with_help(self, more: str) -> InfeasibleBudgetError:
-        """Return the same error with `more` appended to its message."""
+    def with_help(self, more: str, remedy: str = "") -> InfeasibleBudgetError:
+        """Return the same error with `more` appended to its message, and the `remedy` before all else."""
+        message = with_remedy(str(self), remedy) if remedy else str(self)
         return InfeasibleBudgetError(
-            f"{self}{more}", **_given(self) | {"hints": (*self.hints, *filter(None, [more.strip("; ")]))}
+            f"{message}{more}", **_given(self) | {"hints": (*self.hints, *filter(None, [more.strip("; "), remedy]))}
         )
 
     def with_floor(self, floor_bytes: int) -> InfeasibleBudgetError:
@@ -140,6 +144,11 @@ class OutOfMemoryError(OverspillError, RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with keyword arguments, as InfeasibleBudgetError."""
         return _rebuilt, (type(self), str(self), _given(self))
+
+
+def with_remedy(message: str, remedy: str) -> str:
+    """Return the message of an InfeasibleBudgetError with the `remedy` first."""
+    return f"{_INFEASIBLE}{remedy}; {message.removeprefix(_INFEASIBLE)}"
 
 
 def _given(error: OverspillError) -> dict[str, Any]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from .text import spelled_out
 
+LONG_SECONDS = 10.0
+"""Work that no terminal shows is logged, once, when it has taken so long."""
+_LOG = logging.getLogger("overspill")
 _TOLD: ContextVar[Callable[[str], None] | None] = ContextVar("told", default=None)
 _CLEAR = "\r\x1b[K"
 """What empties the line of a terminal."""
@@ -36,10 +41,11 @@ def progress(text: str) -> None:
 def shown_in_terminal(what: str) -> Iterator[None]:
     """Show `what` and the progress of work inside the block as one line of a terminal, which vanishes in the end.
 
-    Nothing is shown if somebody asked for the progress already.
+    Nothing is shown if somebody asked for the progress already. Without a terminal, long work logs one line.
     """
     if not _may_print():
-        yield
+        with progress_to(_TOLD.get() or _logged_when_long(what)):
+            yield
         return
 
     def show(now: str) -> None:
@@ -57,6 +63,20 @@ def shown_in_terminal(what: str) -> Iterator[None]:
             sys.stderr.flush()
 
 
+def _logged_when_long(what: str) -> Callable[[str], None]:
+    """Return what hears the progress of `what`, and logs one line of it after LONG_SECONDS."""
+    begun, logged = time.monotonic(), False
+
+    def tell(now: str) -> None:
+        nonlocal logged
+        seconds = time.monotonic() - begun
+        if not logged and seconds >= LONG_SECONDS and _is_first():
+            logged = True
+            _LOG.warning("%s takes more than %.0f s (%s)", what, LONG_SECONDS, now)
+
+    return tell
+
+
 def tell_terminal(text: str) -> None:
     """Print a line that stays, if standard error is a terminal and no command has it."""
     if _may_print():
@@ -65,5 +85,8 @@ def tell_terminal(text: str) -> None:
 
 def _may_print() -> bool:
     """Return whether standard error is a terminal that is free, in the first of a job's processes."""
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    return _TOLD.get() is None and first and sys.stderr is not None and sys.stderr.isatty()
+    return _TOLD.get() is None and _is_first() and sys.stderr is not None and sys.stderr.isatty()
+
+
+def _is_first() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"

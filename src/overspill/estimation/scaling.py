@@ -18,6 +18,7 @@ from overspill.placement.replay import minimum_capacity
 from .demand import Demand, demand_of, survives
 
 _LARGEST = 1 << 24
+_FAR = 1.1  # times the memory that one sample takes without a doubt, though not traced
 _REACH = 16  # how far above the border luck is looked for: so many batches, or this share of them
 
 
@@ -127,6 +128,12 @@ class Scaling:
             return None
         found = self._candidate(pair, 0, _LARGEST, outside_bytes)
         return found if self.fits(expected(found), outside_bytes) else 0
+
+    def is_far_too_large(self, outside_bytes: int) -> bool:
+        """Return whether one sample takes far more than there is, by the line through two traces."""
+        expected = self._interpolation((self.batch, 2 * self.batch))
+        larger = replace(self, device=replace(self.device, memory_bytes=int(_FAR * self.device.memory_bytes)))
+        return expected is not None and not larger.fits(expected(1), outside_bytes)
 
     def _beyond(
         self, pair: tuple[int, int], low: int, high: int, outside_bytes: int, traced: Callable[[int], bool]

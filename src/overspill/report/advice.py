@@ -46,7 +46,7 @@ def advise_answer(
     }
 
 
-def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_out: Mapping[str, str]) -> Page:
+def advise_page(made: Estimate, verdict: str, found: Sequence[Advice], left_out: Mapping[str, str]) -> Page:
     """Return the page of the changes that help, with the `verdict` on the unchanged job.
 
     `left_out` maps each change that was tried without success to the reason.
@@ -71,7 +71,7 @@ def advise_page(made: Estimate, verdict: Verdict, found: Sequence[Advice], left_
             lines.append(PasteLine(advice.before, "First of all, before CUDA is used:"))
         lines.append(PasteLine(advice.trainer or advice.python, f"{'Or ' * bool(lines)}{advice.what}:"))
     helped = () if made.fits() else tuple(lines)
-    return Page(title, Verdict(verdict.text, verdict.good), (table,), tuple(notes), helped)
+    return Page(title, Verdict(verdict, made.fits()), (table,), tuple(notes), helped)
 
 
 def cards_page(made: Estimate, found: Sequence[JobOnGpu], then: Callable[[str], PasteLine]) -> Page:

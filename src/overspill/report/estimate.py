@@ -82,7 +82,7 @@ def estimate_verdict(made: Estimate, further: tuple[Figure, ...] = (), *, asked:
         *further,
     )  # fmt: skip
     if asked:
-        return Verdict(_sentence(made), made.fits(), figures)
+        return Verdict(estimate_sentence(made), made.fits(), figures)
     batch = "" if made.batch is None else f", batch {made.batch},"
     on = f"(context as on {device.name}; --gpu NAME asks for another)"
     return Verdict(f"{made.name}{batch} takes {format_bytes(made.total_bytes)} {on}", None, figures)
@@ -105,7 +105,7 @@ def emulation(device: Device, dtypes: Iterable[str]) -> tuple[Figure, ...]:
     return (Figure("bfloat16", "slow", why),)
 
 
-def _sentence(made: Figures) -> str:
+def estimate_sentence(made: Figures) -> str:
     """Return whether it fits, in one line."""
     total, device, least = made.total_bytes, made.device, made.minimum_capacity_bytes
     batch = "" if made.batch is None else f", batch {made.batch},"

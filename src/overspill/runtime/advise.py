@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from overspill.core import Device, Verb
+from overspill.core.beside import Beside, can_fork
 from overspill.core.budget import Budget
 from overspill.core.errors import InfeasibleBudgetError, OverspillError
+from overspill.core.garbage import without_collection
 from overspill.costs import op_seconds
+from overspill.costs.scratch import Software
 from overspill.estimation.advice import CALLBACK, COMPILED, Advice, Price, Vain, advice
 from overspill.estimation.estimate import Estimate
-from overspill.job import Job
+from overspill.job import Job, Script
+from overspill.job.source import Source
 from overspill.placement.allocators.planned import CALLED, LIVE
 from overspill.plans.fit import GAIN, NEAR
 from overspill.plans.plan import Plan
@@ -21,6 +26,9 @@ from overspill.policies.auto import Auto
 from overspill.policies.in_core import Liveness
 from overspill.simulate import simulate
 
+from .capture_job import captures_of
+from .compiled.partitions import Partitioned
+from .hardware import as_absent
 from .options import Options
 from .preview import JobStep, preview, step_of
 from .transfer.stores import store_bytes
@@ -34,17 +42,63 @@ OTHERS = 0.02
 """The share of a GPU's memory that a budget leaves to other programs, as a display, and to the loop's own tensors."""
 
 
+@dataclass(frozen=True)
+class Unplanned:
+    """What a job takes and costs without a plan, as its estimate has it, and the budget to name."""
+
+    outside_bytes: int
+    total_bytes: int
+    step_seconds: float | None
+    budget_bytes: int
+
+    @classmethod
+    def of(cls, made: Estimate) -> Unplanned:
+        """Return what an estimate says."""
+        return cls(made.outside_bytes, made.total_bytes, made.step_seconds(), _budget_bytes(made))
+
+
+Found = tuple[list[Advice], list[tuple[str, str]]]
+"""Advice, and what was in vain, with the reason."""
+Planning = Beside[Unplanned, Found]
+"""Plans that are made beside the estimate that they need."""
+
+
 def advise(
-    estimate: Estimate, progress: Callable[[str], None] | None = None, vain: Vain | None = None
+    estimate: Estimate,
+    progress: Callable[[str], None] | None = None,
+    vain: Vain | None = None,
+    planning: Planning | None = None,
 ) -> Iterator[Advice]:
     """Yield the changes that would help the job of this estimate, each one tried, the cheapest first.
 
-    `progress` gets a line about the present work. `vain` gets each change that does not help, and why.
+    `progress` gets a line about the present work. `vain` gets each change that does not help, and why. `planning` is
+    under way if this process may be copied; otherwise plans are made here.
     """
     planner = None
     if estimate.retrace is not None and _can_plan(job := estimate.retrace.job):
-        planner = partial(_planned, job, estimate, vain or (lambda *_: None))
+
+        def planner() -> list[Advice]:
+            unplanned = Unplanned.of(estimate)
+            beside = None if planning is None else planning.result(unplanned)
+            found, left_out = beside or _planned(job, estimate.device, estimate.software, lambda: unplanned)
+            for change in left_out if vain is not None else ():
+                vain(*change)
+            return found
+
     return advice(estimate, planner, progress, vain=vain)
+
+
+@contextmanager
+def planning(job: Job, device: Device, software: Software) -> Iterator[Planning | None]:
+    """Yield the planning of a job in a copy of this process, for `advise`; None if it cannot be.
+
+    Enter it before anything runs: threads are not copied.
+    """
+    if isinstance(job.model, (Script, Source)) or not (can_fork() and _can_plan(job)):
+        yield None
+        return
+    with Beside(partial(_planned, job, device, software)) as under_way:
+        yield under_way
 
 
 @dataclass(frozen=True)
@@ -100,26 +154,34 @@ def _can_plan(job: Job) -> bool:
     return job.batch is not None
 
 
-def _planned(job: Job, estimate: Estimate, vain: Vain) -> list[Advice]:
+def _planned(job: Job, device: Device, software: Software, ask: Callable[[], Unplanned]) -> Found:
     """Return the plans of the job within the device, or the memory that the smallest plan needs.
 
     Activations are moved first. If that is not enough or takes time, so are parameters and their update, which may then
-    be on the host. For a sharded job it is the plan of one rank.
+    be on the host. For a sharded job it is the plan of one rank. `ask` is called behind the first capture.
     """
-    device = estimate.device
     least: Advice | None = None
     fitting: list[Plan] = []
     found: list[Advice] = []
+    vain: list[tuple[str, str]] = []
     ways = ((False, COMPILED), (True, _TRAIN_STEP)) if job.parallel is None else ((True, _SHARDED),)
     if job.parallel is None and device.host_update_bytes_per_second:
         ways = (*ways, (True, _ON_HOST))
+    captures: Partitioned[Any] | None = None
+    with suppress(OverspillError), without_collection():  # a model that is no one graph
+        captures = captures_of(
+            job, Options(device=device, whole_step=ways[0][0]), as_absent(device, software), moves=True
+        )
+    unplanned = ask()
+    if captures is None:
+        return [], []
     for whole_step, what in ways:
         policy = "auto:update=auto" if what == _ON_HOST else Auto.name
         if what == _ON_HOST and fitting and fitting[-1].slowdown < _WORTH_UPDATES:
             break
         try:
-            options = Options(Budget(nbytes=_budget_bytes(estimate)), policy, device=device, whole_step=whole_step)
-            plan = preview(job, options, estimate.software, estimate)
+            options = Options(Budget(nbytes=unplanned.budget_bytes), policy, device=device, whole_step=whole_step)
+            plan = preview(job, options, software, unplanned, captures if what == ways[0][1] else None)
         except InfeasibleBudgetError as error:
             needed = error.floor_bytes
             fits = needed <= device.memory_bytes
@@ -129,13 +191,13 @@ def _planned(job: Job, estimate: Estimate, vain: Vain) -> list[Advice]:
         except OverspillError:  # a model that is no one graph
             break
         if fitting and plan.step_seconds * GAIN > fitting[-1].step_seconds:
-            vain(what, "no faster than with updates on the GPU" if what == _ON_HOST else "no faster than compile")
+            vain.append((what, f"no faster than {'with updates on the GPU' if what == _ON_HOST else 'compile'}"))
             continue
         fitting.append(plan)
-        found.append(_as_advice(plan, what, estimate.step_seconds()))
+        found.append(_as_advice(plan, what, unplanned.step_seconds))
         if plan.slowdown <= NEAR:
             break
-    return found or ([] if least is None else [least])
+    return found or ([] if least is None else [least]), vain
 
 
 def _budget_bytes(estimate: Estimate) -> int:

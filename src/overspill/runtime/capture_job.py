@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from itertools import count, islice
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,21 @@ from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.trace import captures, trace
 from overspill.capture.programs.workspaces import nothing_measured
+from overspill.capture.repetition import SHALLOW, with_blocks
 from overspill.capture.sharding import Group, Sharding, sharded
 from overspill.capture.virtual_gpu.torch_patches import fake_weights
 from overspill.core import Device, Graph
+from overspill.core.device import ABSENT
 from overspill.costs import with_algorithms
 from overspill.job import Job, Parallel
-from overspill.job.prepare import attention_kernel, check_attention, prepare, prepared_batch, sharded_blocks
+from overspill.job.prepare import (
+    attention_kernel,
+    check_attention,
+    prepare,
+    prepared_batch,
+    sharded_blocks,
+    stack_of_blocks,
+)
 from overspill.models.drawing import drawing_from
 from overspill.models.step import TrainingStep, under_autocast, whole_dtype
 from overspill.pytorch.patching import patched
@@ -40,6 +50,15 @@ T = TypeVar("T")
 SEED = 0
 ROOT = "root"
 """The group of parameters that are in no block."""
+DEEP = 16
+"""A model with so many equal blocks is not captured with all of them for a GPU that is not here."""
+
+
+class Kept(NamedTuple):
+    """How many blocks of a deep model are captured; the number of all is appended to `of`."""
+
+    blocks: int
+    of: list[int]
 
 
 def step_graph(job: Job, *, whole_step: bool = False) -> Graph:
@@ -56,13 +75,15 @@ def captures_of(job: Job, options: Options, device: Device, *, moves: bool) -> P
 
     With eager's kernels the others are in pieces of rows, if `options` allow them, and then, if it `moves`, with all of
     the memory of a step that is cut where the user's code runs. Ops of a GPU have the algorithms to choose from. With
-    Inductor's there are no others.
+    Inductor's there are no others. Graphs of a deep model for a GPU that is not here follow from those of fewer blocks
+    (`capture/repetition.py`): these captures have a graph, and no program for it.
     """
     if options.backend != "eager":
         return with_programs(job, options, device, lambda captures: Partitioned([next(iter(captures))]))
 
     def found() -> Iterator[Captured]:
-        made = _eager_captures(job, options, device, moves=moves)
+        may_repeat = device.kind == "cuda" and device.index == ABSENT
+        made = (_repeated if may_repeat else _eager_captures)(job, options, device, moves=moves)
         while True:
             with captured_for(device), nothing_measured():
                 if (step := next(made, None)) is None:
@@ -91,19 +112,45 @@ def with_programs(job: Job, options: Options, device: Device, use: Callable[[Par
         return of_programs(model, next(batches.split(batch, job.accumulate)), optimizer, options, use, job)
 
 
-def _eager_captures(job: Job, options: Options, device: Device | None, *, moves: bool = False) -> Iterator[Captured]:
+def _repeated(job: Job, options: Options, device: Device, *, moves: bool) -> Iterator[Captured]:
+    """Yield the captures of one step, those of a deep model with graphs that follow from models of fewer blocks."""
+    blocks: list[int] = []
+
+    def fewer(number: int) -> Iterator[Captured]:
+        return _eager_captures(job, options, device, moves=moves, kept=Kept(number, blocks))
+
+    first, *others = map(fewer, SHALLOW)
+    for position in count():
+        graph: Graph | None = None
+        try:
+            if (captured := next(first, None)) is None:
+                return
+            shallow = [captured, *(next(other) for other in others if blocks)]
+            graph = with_blocks([one.graph for one in shallow], blocks[0]) if blocks else captured.graph
+        except Exception:  # a model that does not run with fewer blocks
+            if not blocks:
+                raise
+        if graph is None:
+            yield from islice(_eager_captures(job, options, device, moves=moves), position, None)
+            return
+        yield replace(captured, graph=graph)
+
+
+def _eager_captures(
+    job: Job, options: Options, device: Device | None, *, moves: bool = False, kept: Kept | None = None
+) -> Iterator[Captured]:
     """Yield captures of one step: as PyTorch runs it, then in pieces of rows, then with all that `moves` in a loop.
 
-    The update is that of `device`; None: of this machine.
+    The update is that of `device`; None: of this machine. Of a deep model only the first blocks may be `kept`.
     """
     if options.whole_step:
-        with _whole_step(_of_one_rank(job), options, device) as (step, batch, module):
+        with _whole_step(_of_one_rank(job), options, device, kept) as (step, batch, module):
             made: Iterator[Captured] = iter(step.captures(*batch))
             if job.parallel is not None:
                 sharding = _sharding(job, job.parallel, module)
                 made = (replace(found, graph=sharded(found.graph, sharding)) for found in made)
     else:
-        with _fakes(job, device) as (model, batch, optimizer):
+        with _fakes(job, device, kept=kept) as (model, batch, optimizer):
             traced = trace(model, next(batches.split(batch, job.accumulate)))
             around = surroundings_of_job(
                 job, traced.joint, traced.parameters, parameters=model.parameters(), optimizer=optimizer,
@@ -119,7 +166,7 @@ def _eager_captures(job: Job, options: Options, device: Device | None, *, moves:
 
 @contextmanager
 def _fakes(
-    job: Job, device: Device | None, *, whole_step: bool = False
+    job: Job, device: Device | None, *, whole_step: bool = False, kept: Kept | None = None
 ) -> Iterator[tuple[TrainingStep, Any, Optimizer]]:
     """Yield the model with loss, a batch and the optimizer on fake tensors, to be planned for `device`.
 
@@ -128,6 +175,9 @@ def _fakes(
     job.check_planned(whole_step=whole_step)
     with KnownValues(), patched(fake_weights()), attention_kernel(job):
         model, (batch, *_) = prepared_step(job, device)
+        if kept is not None and (stack := stack_of_blocks(model)) is not None and len(stack) >= DEEP:
+            kept.of.append(len(stack))
+            del stack[kept.blocks :]
         optimizer = job.make_optimizer(model.parameters())
         if device is not None:
             for group in optimizer.param_groups:
@@ -136,9 +186,11 @@ def _fakes(
 
 
 @contextmanager
-def _whole_step(job: Job, options: Options, device: Device | None) -> Iterator[tuple[TrainStep, Any, nn.Module]]:
+def _whole_step(
+    job: Job, options: Options, device: Device | None, kept: Kept | None = None
+) -> Iterator[tuple[TrainStep, Any, nn.Module]]:
     """Yield the whole step of a job, its batch and its module, on fake tensors, to be planned for `device`."""
-    with _fakes(job, device, whole_step=True) as (model, batch, optimizer):
+    with _fakes(job, device, whole_step=True, kept=kept) as (model, batch, optimizer):
         pass  # what is made stays; the step makes a fake mode of its own
     with attention_kernel(job):
         yield TrainStep(model.model, model.loss, (optimizer,), options, job.gradients), batch, model.model

@@ -50,7 +50,5 @@ def infeasible_for(
         if whole_step:
             would_do += " for steps on such inputs"
         elif what == "training":
-            would_do += (
-                ', if no other calls or graphs need room beside it: budget="smallest" finds what is enough for all'
-            )
-        raise error.with_help(f"{instead} (the {what} graph, on inputs of {shapes}); {would_do}") from None
+            would_do += ' if no other calls or graphs need room beside it (budget="smallest" finds enough for all)'
+        raise error.with_help(f"{instead} (the {what} graph, on inputs of {shapes})", would_do) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -47,6 +47,18 @@ CPU = torch.device("cpu")
 NARROW = 16
 """A largest batch is known to such a part of it."""
 R = TypeVar("R")
+
+
+class Taken(Protocol):
+    """What a job takes of a GPU without a plan, by its estimate."""
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes outside of the allocator."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in all."""
 
 
 class Recorded(NamedTuple):
@@ -122,14 +134,20 @@ class JobStep:
         return self.captures.best_plan(lambda step: search_in(step.graph), self.options.times)
 
 
-def preview(job: Job, options: Options, software: Software | None = None, estimate: Figures | None = None) -> Plan:
+def preview(
+    job: Job,
+    options: Options,
+    software: Software | None = None,
+    estimate: Taken | None = None,
+    captures: Partitioned[Any] | None = None,
+) -> Plan:
     """Return the plan of a job, made on fake tensors, without memory or a run.
 
     For a CPU it is the plan that the run would make. `software` is that of a GPU that this machine does not have; None:
-    that of this machine. `estimate` is the estimate of the job there; None: not made yet. Raises RequestError and
-    InfeasibleBudgetError.
+    that of this machine. `estimate` is the estimate of the job there, and `captures` are its step's; None: not made
+    yet. Raises RequestError and InfeasibleBudgetError.
     """
-    return _previewed(job, options, software, estimate, JobStep.plan)
+    return _previewed(job, options, software, estimate, JobStep.plan, captures)
 
 
 def preview_with_least(job: Job, options: Options, software: Software | None = None) -> tuple[Plan, int | None]:
@@ -165,7 +183,12 @@ def largest_batch(job: Job, options: Options, software: Software | None, most_sl
 
 
 def _previewed(
-    job: Job, options: Options, software: Software | None, estimate: Figures | None, asked: Callable[[JobStep], R]
+    job: Job,
+    options: Options,
+    software: Software | None,
+    estimate: Taken | None,
+    asked: Callable[[JobStep], R],
+    captured: Partitioned[Any] | None = None,
 ) -> R:
     """Return what is `asked` of the captured step."""
     with without_collection():  # of many small objects, none of which is garbage; it takes a tenth of the time
@@ -175,7 +198,7 @@ def _previewed(
             return asked(JobStep(job, options, account, captures))
 
         if options.backend == "eager":
-            return answer(recorded or captures_of(job, options, account.device, moves=True))
+            return answer(recorded or captured or captures_of(job, options, account.device, moves=True))
         # Inductor's programs are written while they are planned.
         return with_programs(job, options, account.device, answer)
 
@@ -231,7 +254,7 @@ def sweep_job(
 
 
 def _asked(
-    job: Job, options: Options, software: Software | None, estimate: Figures | None = None
+    job: Job, options: Options, software: Software | None, estimate: Taken | None = None
 ) -> tuple[Options, Account, Partitioned[Any] | None]:
     """Return the options, the account of the budget, and the recorded step of a script. Raises RequestError."""
     options = _checked(job, options)

@@ -16,6 +16,7 @@ from overspill.capture.layers import readable_path
 from overspill.core import TensorKind
 from overspill.core.errors import OverspillError
 from overspill.core.garbage import deep_calls
+from overspill.core.progress import progress
 from overspill.pytorch.aot import aot_autograd
 from overspill.pytorch.dynamo import dynamo_config, reset_dynamo
 from overspill.pytorch.storages import is_view
@@ -63,6 +64,7 @@ def dynamo_graph(step: Callable[..., Any], batch: Sequence[Any]) -> DynamoGraph 
     Tensors are fake, inside their mode. Raises Dynamo's errors if the step is not a single graph.
     """
     found: list[DynamoGraph] = []
+    progress("capturing the model")
 
     def keep(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         found.append(DynamoGraph(module, examples, describe_inputs(module, examples)))  # their sources go at the end
@@ -92,6 +94,7 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...]) -> JointOfStep:
     # Let AOTAutograd trace backward; its partition hands over the joint graph. Nothing is split, compiled or run.
     if (traced := dynamo_graph(step, batch)) is not None:
         module, examples, inputs = traced
+        progress("capturing backward")
         with eager_kernels() as casts, leaves_told(module, examples, casts), suppress(_Traced):
             aot_autograd(fw_compiler=_as_it_stands, partition_fn=partition)(module, examples)
     if not found:

@@ -27,6 +27,7 @@ _LEAST_SAVING = 0.01  # of what the job needs; what saves less is told only wher
 _QUICK_TRIALS, _QUICK_OPS = 8, 60_000  # how many changes, and of how many recorded ops in all, a quick answer tries
 _GPUS_TRIED = 3  # numbers of GPUs, each double the one before, from the fewest that could do
 _SPLITS_TRIED = 4  # sizes of micro-batches
+_LATER = (Price.TIME, Price.RESULTS)
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 Planner = Callable[[], Sequence[Advice]]
@@ -88,6 +89,7 @@ class _Trials:
         retrace = self.estimate.retrace
         options = [] if retrace is None else list(changes(self.estimate, retrace.job))
         fits_here = False
+        ahead: dict[Price, tuple[list[Advice], bool]] = {}
         for price in Price:
             if self.sure and price > Price.TIME:
                 return
@@ -95,8 +97,15 @@ class _Trials:
                 yield from self._packed()
             if price is Price.TIME and not self.sure:
                 yield from self._smaller_batch()
+                if planner is not None:  # it works meanwhile
+                    ahead = {later: self._ahead([c for c in options if c.price is later]) for later in _LATER}
                 yield from self._planned(planner)
-            yield from self._alone([change for change in options if change.price is price])
+            if price in ahead:
+                found, solved = ahead[price]
+                self.solved |= solved
+                yield from found
+            else:
+                yield from self._alone([change for change in options if change.price is price])
             if price in (Price.TIME, Price.RESULTS) and retrace is not None and not self.solved:
                 yield from self._together(price)
             if price is Price.TIME:
@@ -143,6 +152,13 @@ class _Trials:
             elif not self._hopeless([change]) and (found := self._tried(change)) is not None:
                 self.helpful.append(change)
                 yield found
+
+    def _ahead(self, options: Sequence[Change]) -> tuple[list[Advice], bool]:
+        """Return the advice of these options before its turn, and whether one of them makes the job fit."""
+        before, self.solved = self.solved, False
+        found = list(self._alone(options))
+        solved, self.solved = self.solved, before
+        return found, solved
 
     def _tried(self, change: Change) -> Advice | None:
         assert self.estimate.retrace is not None
@@ -212,13 +228,13 @@ class _Trials:
 
     def _smaller_batch(self) -> Iterator[Advice]:
         """Yield the advice to split the batch into micro-batches, as large as fit."""
-        batch, largest = self.estimate.batch, self.estimate.largest_batch
-        retrace = self.estimate.retrace
-        if not batch or not largest or largest >= batch:
+        batch, scaling, retrace = self.estimate.batch, self.estimate.scaling, self.estimate.retrace
+        if not batch or batch == 1 or scaling is None or scaling.is_far_too_large(self.estimate.outside_bytes):
+            return
+        largest = self.estimate.largest_batch
+        if not largest or largest >= batch:
             return
         if retrace is None or retrace.job.optimizer is None:
-            scaling = self.estimate.scaling
-            assert scaling is not None
             needed = scaling.minimum_capacity_bytes(largest, self.estimate.outside_bytes)
             over = "" if retrace is not None else f", accumulating gradients over {-(-batch // largest)} of them"
             yield Advice(

@@ -15,6 +15,7 @@ from overspill.core.errors import RequestError
 from overspill.job.parallel import Parallel
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 def checkpoint_blocks(module: nn.Module, classes: tuple[str, ...] = (), *, reentrant: bool = False) -> None:
@@ -65,6 +66,37 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from repeated_blocks(child)
         elif any(parameter.requires_grad for parameter in child.parameters()):
             yield child
+
+
+def stack_of_blocks(module: nn.Module) -> nn.ModuleList | nn.Sequential | None:
+    """Return the container of the `repeated_blocks`, if it is the only one and they are alike but for their numbers."""
+    blocks = list(repeated_blocks(module))
+    stacks = [part for part in module.modules() if isinstance(part, _CONTAINERS) and [*part] == blocks]
+    alike = blocks and all(_are_alike(blocks[0], block, number) for number, block in enumerate(blocks))
+    return stacks[0] if alike and len(stacks) == 1 else None
+
+
+def _are_alike(first: nn.Module, block: nn.Module, number: int) -> bool:
+    """Return whether a block has the parts, plain attributes and weights of the first; attributes may count blocks."""
+    parts, others = [*first.named_modules()], [*block.named_modules()]
+    if [(name, type(part)) for name, part in parts] != [(name, type(part)) for name, part in others]:
+        return False
+    if [*map(_described, first.parameters())] != [*map(_described, block.parameters())]:
+        return False
+    plain = ((_plain(a), _plain(b)) for (_, a), (_, b) in zip(parts, others, strict=True))
+    return all(
+        a.keys() == b.keys()
+        and all(a[key] == b[key] or (type(a[key]) is int and a[key] + number == b[key]) for key in a)
+        for a, b in plain
+    )
+
+
+def _described(weight: nn.Parameter) -> tuple[Any, ...]:
+    return weight.shape, weight.dtype, weight.requires_grad
+
+
+def _plain(part: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(part).items() if isinstance(value, _PLAIN)}
 
 
 def sharded_blocks(module: nn.Module, parallel: Parallel) -> list[nn.Module]:

@@ -1,0 +1,72 @@
+"""A deep model on a GPU that is not here: its graphs follow from those of models with fewer blocks, or are captured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from overspill.core.device import ABSENT
+from overspill.devices import load_device
+from overspill.job import Job, Parallel, job_of
+from overspill.runtime import capture_job
+from overspill.runtime.capture_job import captures_of
+from overspill.runtime.options import Options
+
+GPU = replace(load_device("rtx4090"), index=ABSENT)
+DEPTH = 6
+
+
+class Block(nn.Module):
+    def __init__(self, number: int, width: int = 8) -> None:
+        super().__init__()
+        self.number, self.width = number, width
+        self.norm, self.wide, self.narrow = nn.LayerNorm(8), nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+
+
+class Tower(nn.Module):
+    def __init__(self, *, uneven: int = False, special: int | None = None) -> None:
+        super().__init__()
+        self.special = special
+        self.blocks = nn.ModuleList(Block(n, 16 if uneven and n == DEPTH - 1 else 8) for n in range(DEPTH))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if self.special is not None and number == self.special:
+                x = x.relu()
+        return self.head(x).mean()
+
+
+def job(**how: int) -> Job:
+    return job_of(lambda: Tower(**how), torch.empty(4, 64, 8), None, 4, "adamw")
+
+
+def graphs(job: Job, options: Options, monkeypatch: pytest.MonkeyPatch, deep: int) -> list[object]:
+    monkeypatch.setattr(capture_job, "DEEP", deep)
+    return [captured.graph for captured in captures_of(job, options, GPU, moves=True)]
+
+
+@pytest.mark.parametrize("way", ["calls", pytest.param("whole step", marks=pytest.mark.long), "fsdp"])
+def test_what_follows_from_fewer_blocks_is_what_is_captured_with_all(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = job() if way != "fsdp" else replace(job(), parallel=Parallel("fsdp", 2))
+    options = Options(device=GPU, whole_step=way != "calls")
+    captured = graphs(asked, options, monkeypatch, DEPTH + 1)
+    calls: list[int] = []
+    plain = capture_job.with_blocks
+    monkeypatch.setattr(capture_job, "with_blocks", lambda g, n: calls.append(n) or plain(g, n))
+    assert graphs(asked, options, monkeypatch, DEPTH) == captured
+    assert calls == [DEPTH] * len(captured)
+
+
+@pytest.mark.parametrize("how", [{"special": 4}, pytest.param({"uneven": True}, marks=pytest.mark.long)], ids=str)
+def test_a_model_whose_blocks_differ_is_captured_with_all(how: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(device=GPU)
+    captured = graphs(job(**how), options, monkeypatch, DEPTH + 1)
+    assert graphs(job(**how), options, monkeypatch, DEPTH) == captured
