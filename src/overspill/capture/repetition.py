@@ -141,7 +141,11 @@ def _insertions(small: Sequence[Row], large: Sequence[Row]) -> list[tuple[int, i
         count = 0
         while small[max(0, at - (count + 1) * length) : at - count * length] == again:
             count += 1
-        found.append((at, length, count))
+        # Away from both edges, where items may look alike that are not.
+        begin, extra = at - count * length, 0
+        while extra < min(begin, length - 1) and small[begin - extra - 1] == small[begin - extra - 1 + length]:
+            extra += 1
+        found.append((at - extra // 2, length, count))
         more += length
 
 
@@ -163,9 +167,10 @@ def _moved(base: Any, small: Any, large: Any, steps: int) -> Any:
         if len({len(text) for text in texts}) > 1:  # nodes of one name are `silu`, `silu_1`, …
             texts = [_NUMBER.split(text if text[-1:].isdecimal() else f"{text}_0") for text in (base, small, large)]
         if all(text[::2] == texts[0][::2] for text in texts):
-            numbers = [_moved(*map(int, each), steps) for each in zip(*(text[1::2] for text in texts), strict=True)]
+            each = ([int(number) for number in text[1::2]] for text in texts)
+            numbers = [_moved(a, b, c, steps) for a, b, c in zip(*each, strict=True)]
             words = zip_longest(texts[0][::2], numbers, fillvalue="")
             return "".join(f"{word}{number}" for word, number in words).removesuffix("_0")
     if kinds == {tuple} and len(base) == len(small) == len(large):
-        return tuple(_moved(*item, steps) for item in zip(base, small, large, strict=True))
+        return tuple(_moved(a, b, c, steps) for a, b, c in zip(base, small, large, strict=True))
     raise _OtherwiseError

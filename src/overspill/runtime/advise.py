@@ -74,16 +74,18 @@ def advise(
     `progress` gets a line about the present work. `vain` gets each change that does not help, and why. `planning` is
     under way if this process may be copied; otherwise plans are made here.
     """
-    planner = None
-    if estimate.retrace is not None and _can_plan(job := estimate.retrace.job):
+    if estimate.retrace is None or not _can_plan(job := estimate.retrace.job):
+        return advice(estimate, None, progress, vain=vain)
 
-        def planner() -> list[Advice]:
-            unplanned = Unplanned.of(estimate)
-            beside = None if planning is None else planning.result(unplanned)
-            found, left_out = beside or _planned(job, estimate.device, estimate.software, lambda: unplanned)
-            for change in left_out if vain is not None else ():
-                vain(*change)
-            return found
+    tell: Vain = vain or (lambda *_: None)
+
+    def planner() -> list[Advice]:
+        unplanned = Unplanned.of(estimate)
+        beside = None if planning is None else planning.result(unplanned)
+        found, left_out = beside or _planned(job, estimate.device, estimate.software, lambda: unplanned)
+        for change in left_out:
+            tell(*change)
+        return found
 
     return advice(estimate, planner, progress, vain=vain)
 

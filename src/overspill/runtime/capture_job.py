@@ -121,6 +121,7 @@ def _repeated(job: Job, options: Options, device: Device, *, moves: bool) -> Ite
 
     first, *others = map(fewer, SHALLOW)
     for position in count():
+        captured: Captured | None = None
         graph: Graph | None = None
         try:
             if (captured := next(first, None)) is None:
@@ -130,7 +131,7 @@ def _repeated(job: Job, options: Options, device: Device, *, moves: bool) -> Ite
         except Exception:  # a model that does not run with fewer blocks
             if not blocks:
                 raise
-        if graph is None:
+        if captured is None or graph is None:
             yield from islice(_eager_captures(job, options, device, moves=moves), position, None)
             return
         yield replace(captured, graph=graph)
