@@ -83,6 +83,7 @@ def test_plan_of_a_module_leaves_it_as_it_is_and_is_that_of_the_function_that_ma
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.long
 def test_plan_of_a_built_in_model_is_that_of_its_job() -> None:
     made = overspill.plan("alexnet", batch=8, budget="1.5GiB", device="titan-x", optimizer="momentum")
     job = Job(lambda: load("alexnet"), 8, "momentum")

@@ -143,6 +143,7 @@ int main() {
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_the_native_allocator_registers_itself_and_serves(tmp_path: Path) -> None:
     (tmp_path / "same_size.hpp").write_text(sample("Registered", "cpp"), encoding="utf-8")

@@ -140,6 +140,7 @@ def test_training_changes_the_weights_in_every_mode(mode: int) -> None:
     assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.long
 def test_whoever_asks_is_told_of_every_iteration(fake: None) -> None:
     need("MobeNetV3Small")
     starts: list[int] = []

@@ -26,7 +26,7 @@ from jobs_by_field.ways import WAYS, Steps, Way
 
 ROOT = Path(__file__).parents[2]
 QUICK = (
-    ("lstm", "train_step"), ("simclr", "train_step"), ("experts-switch", "compile"), ("branch", "train_step"),
+    ("simclr", "train_step"), ("experts-switch", "compile"), ("branch", "train_step"),
 )  # fmt: skip
 """Those that do not wait for the long suite, of many fields."""
 CASES = [
@@ -201,6 +201,7 @@ def test_a_record_is_written_added_to_and_printed(
     assert "- `vae`, `compile`: refused: a line" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_first_steps_are_recorded_beside_what_is_there_and_told_over_those_of_stock(
     jobs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from overspill.planning.step_program import StepProgram
 from overspill.policies import POLICIES, policy_named
 from overspill.simulate import check, simulate
 
-EXAMPLES = settings(max_examples=60, deadline=None)
+EXAMPLES = settings(max_examples=30, deadline=None)
 IN_ORDER = sorted(set(POLICIES) - {"dymem"})  # dymem runs ops in another order
 STATES = 3000
 
@@ -117,9 +117,10 @@ def tiny_steps(draw: st.DrawFn) -> Graph:
 def test_the_best_of_all_schedules_of_a_tiny_step_takes_no_less(
     graph: Graph, device: Device, rates: tuple[float, float], latency: float, data: st.DataObject
 ) -> None:
-    device = replace(
-        device, offload_bytes_per_second=rates[0], prefetch_bytes_per_second=rates[1], transfer_latency_seconds=latency
-    )
+    device = replace(  # the search knows no host that issues ops, which takes longer than ops of no length
+        device, offload_bytes_per_second=rates[0], prefetch_bytes_per_second=rates[1], transfer_latency_seconds=latency,
+        kind="cpu", transfer_host_seconds=0.0,
+    )  # fmt: skip
     lengths = st.sampled_from([0.0, 1.0, 2.0, 5.0])
     seconds = tuple(data.draw(st.lists(lengths, min_size=len(graph.ops), max_size=len(graph.ops))))
     program = StepProgram(graph)

@@ -76,6 +76,7 @@ def test_accelerate_compiles_for_a_budget_with_the_bits_of_a_plain_run(asked: di
         assert plan.peak_bytes <= plan.budget_bytes < plan.unmanaged_peak_bytes
 
 
+@pytest.mark.long
 def test_weights_gradients_and_state_move() -> None:
     losses, state = train(None, rows=4)
     plugin, moved = DynamoPlugin(0.5, store="host"), []

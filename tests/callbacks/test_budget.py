@@ -271,6 +271,7 @@ def test_lightning_has_plains_bits_and_evaluations_have_plans() -> None:
     assert {bool(planned.kind.inputs[0]) for planned in budget.session._plans.planned} == {True, False}
 
 
+@pytest.mark.long
 def test_lightnings_steps_without_a_plan_are_noticed_and_parts_must_be_clear() -> None:
     pytest.importorskip("lightning", reason="needs lightning")
     with pytest.raises(UnplannedError, match="called a part"):

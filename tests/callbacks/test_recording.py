@@ -186,6 +186,7 @@ def in_turns(models: list[nn.Module], calls: list[Any], step: Callable[[Tensor],
     return [*losses, step(BATCH).item()]
 
 
+@pytest.mark.long
 def test_all_models_of_a_session_are_recorded(tmp_path: Path) -> None:
     session = overspill.Session(budget="64MiB", policy="vdnn-all", store="host")
     models, plain = [net() for _ in range(3)], [net() for _ in range(3)]
@@ -223,6 +224,7 @@ def test_a_module_with_a_compiled_one_inside_is_recorded() -> None:
     assert recording.title == "Sequential, policy auto, eager backend"
 
 
+@pytest.mark.long
 def test_what_is_evaluated_is_a_step_in_part_as_no_optimizer_ends_it() -> None:
     loop = Loop("compile")
     loop.steps(1)
@@ -282,6 +284,7 @@ def test_a_record_of_some_steps_does_not_grow_in_forty() -> None:
     assert {change.step for change in recording.record.changes} <= {0, 1, 2}
 
 
+@pytest.mark.long
 def test_a_record_that_is_full_says_so_and_keeps_what_came_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -300,6 +303,7 @@ def test_a_record_that_is_full_says_so_and_keeps_what_came_first(
 # -- trouble
 
 
+@pytest.mark.long
 def test_an_error_inside_ends_it_and_training_goes_on() -> None:
     ours, plain = Loop("compile"), Loop("compile")
     ours.steps(1)

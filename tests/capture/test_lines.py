@@ -214,6 +214,7 @@ def test_the_nodes_that_a_comment_of_inductors_names_are_those_of_the_call_below
     assert [s.origins for s in program.statements] == [(), ("x", "x_1"), ()]
 
 
+@pytest.mark.long
 def test_library_calls_of_inductors_programs_have_the_line_of_their_op() -> None:
     options = Options(budget="1TiB", policy="liveness", backend="inductor")
     graph = preview(Job(job, 64), options).graph

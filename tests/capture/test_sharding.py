@@ -55,6 +55,7 @@ def test_updates_read_parts_and_all_else_reads_wholes() -> None:
             }
 
 
+@pytest.mark.long
 def test_comparisons_are_of_the_same_step() -> None:
     job = Job(MODEL, 2, "adamw", parallel=Parallel("fsdp", RANKS))
     (row,) = compare_job(job, Options(device=H100), ["liveness"])
@@ -71,6 +72,7 @@ def test_the_dtype_of_what_is_gathered_may_be_another() -> None:
     assert kept[0] == kept[1]
 
 
+@pytest.mark.long
 def test_the_unmanaged_step_gathers_again_what_the_program_does() -> None:
     for again, graph in ((True, rank()), (False, rank(reshard_after_forward=False))):
         made = Liveness().plan(graph, H100)

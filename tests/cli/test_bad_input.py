@@ -130,6 +130,7 @@ def test_a_read_only_store_directory_is_refused(overspill: Overspill, store_dir:
     assert "Permission denied" in done.error
 
 
+@pytest.mark.short("train")
 @pytest.mark.parametrize("command", ["plan", "train"])
 def test_a_budget_below_the_floor_is_infeasible_and_the_floor_that_is_named_works(
     overspill: Overspill, store_dir: Path, command: str
@@ -167,6 +168,7 @@ def test_a_full_disk_ends_in_one_line_with_exit_code_3_and_leaves_nothing(
     assert not list(store_dir.iterdir())
 
 
+@pytest.mark.short("pwrite")
 @pytest.mark.parametrize("call", ["pwrite", "preadv"])
 def test_a_disk_that_fails_in_the_middle_of_a_step_ends_in_one_line(
     overspill: Overspill, store_dir: Path, monkeypatch: pytest.MonkeyPatch, call: str

@@ -75,6 +75,7 @@ def test_plan_and_compare_count_a_card_alike(overspill: Overspill) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_where_nothing_fits_the_answer_is_no_and_names_what_would_do(overspill: Overspill) -> None:
     done = overspill(f"{COMPARE} --policies auto,liveness --budget 10KiB --json")
     answer = done.answer

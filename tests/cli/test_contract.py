@@ -45,6 +45,7 @@ def assert_units(value: Any, name: str = "") -> None:
         assert isinstance(value, float)
 
 
+@pytest.mark.long
 def test_a_plan_says_what_it_takes_of_the_card(overspill: Overspill) -> None:
     done = overspill("plan alexnet --small --batch 16 --json --gpu titan-x")
     answer = done.answer
@@ -112,6 +113,7 @@ def test_a_packing_says_whether_it_fits_and_how_near_it_is_to_the_bound(
     assert (answer["gap"], answer["optimal"], answer.get("blame")) == (0.0, True, ["a", "b"] if code else None)
 
 
+@pytest.mark.long
 def test_plan_labels_what_is_simulated_and_names_the_peak(overspill: Overspill) -> None:
     words = "plan alexnet --small --batch 16 --budget 1140KiB"
     done = overspill(f"{words} --verbose")

@@ -72,6 +72,7 @@ def test_inference_takes_less_than_training(overspill: Overspill) -> None:
     assert inference["optimizer"] is None
 
 
+@pytest.mark.long
 def test_ways_to_train_are_options(overspill: Overspill) -> None:
     answer = overspill(
         "estimate gpt2 --small --batch 2 --optimizer paged-adamw8bit --dtype bfloat16 --accumulate 2 --no-set-to-none "
@@ -168,6 +169,7 @@ def test_what_is_no_compiled_job_is_refused_at_once(overspill: Overspill) -> Non
     assert "not with autocast" in done.error
 
 
+@pytest.mark.long
 def test_a_job_that_needs_more_than_is_allowed_has_exit_code_1(overspill: Overspill) -> None:
     enough, needed = (overspill(f"estimate alexnet --small --batch 4 --max {size}") for size in ("24GiB", "100MiB"))
     assert (enough.code, needed.code) == (0, 1)

@@ -39,6 +39,7 @@ def test_progress_names_the_layer_and_the_plan(overspill: Overspill, monkeypatch
     assert any(text.startswith("a plan of ") for text in told)
 
 
+@pytest.mark.long
 def test_the_bound_on_the_time_of_a_step_is_proved_only_where_it_is_shown(
     overspill: Overspill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +77,7 @@ def test_a_report_that_can_be_no_page_is_refused_before_work_begins(overspill: O
     assert not Path("page.pdf").exists()
 
 
+@pytest.mark.long
 def test_a_gpu_without_units_for_bfloat16_is_told(overspill: Overspill) -> None:
     for command in ("plan", "estimate"):
         told = " ".join(overspill(f"{command} nets:shallow --batch 2 --dtype bf16 --gpu t4").out.split())
@@ -83,6 +85,7 @@ def test_a_gpu_without_units_for_bfloat16_is_told(overspill: Overspill) -> None:
         assert "no units" not in overspill(f"{command} nets:shallow --batch 2 --dtype bf16 --gpu l4").out
 
 
+@pytest.mark.long
 def test_a_share_of_the_step_that_the_card_has_no_room_for_does_not_fit(overspill: Overspill) -> None:
     replace(load_device("t4"), name="tiny", memory_bytes=200 << 20).save("tiny.json")
     done = overspill("plan nets:shallow --batch 1000000 --budget 100% --gpu tiny.json --report page.html --json")

@@ -47,6 +47,7 @@ def test_without_whole_step_nothing_is_in_the_store_between_steps(overspill: Ove
     assert (answer["whole_step"], answer["stored_bytes"]) == (False, 0)
 
 
+@pytest.mark.long
 def test_a_reader_sees_what_is_in_the_store_and_what_waits_for_the_norm(overspill: Overspill, store_dir: Path) -> None:
     words = "nets:shallow --batch 8 --whole-step --optimizer adamw --budget 50% --clip-norm 1"
     for done in (overspill(f"plan {words} --verbose"), overspill(f"train {words} --steps 1 --store-dir {store_dir}")):
@@ -74,6 +75,7 @@ def test_plan_and_run_of_a_whole_step_agree(overspill: Overspill) -> None:
     assert planned["host_bytes"] % mmap.PAGESIZE == 0
 
 
+@pytest.mark.long
 def test_measured_op_times_of_a_whole_step_serve_its_plan(overspill: Overspill) -> None:
     assert overspill(f"{TRAIN} --profile times.json --check").answer["identical"] is True
     known = MeasuredTimes.load(Path("times.json")).seconds
@@ -97,6 +99,7 @@ def test_a_wrong_request_is_refused(overspill: Overspill, words: str, said: str)
     assert said in done.error
 
 
+@pytest.mark.long
 def test_an_infeasible_budget_names_one_that_works(overspill: Overspill) -> None:
     refused = overspill("plan nets:shallow --batch 8 --whole-step --budget 1KiB --json")
     assert refused.code == 1

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ALONE = """
 import contextlib, importlib.metadata, io, json, sys
 found = importlib.metadata.entry_points

@@ -190,6 +190,7 @@ def test_a_sharded_job_has_a_plan_of_ours_among_its_advice() -> None:
     assert not any("fully_shard" in one.what or "overspill.compile" in one.what for one in advice(made, quick=True))
 
 
+@pytest.mark.long
 def test_the_whole_step_is_planned_too_where_calls_alone_cost_time() -> None:
     made = job(2600, FEW)  # less than the weights, whose update is the peak
     calls, whole = (one for one in advise(made) if "overspill." in one.what)
@@ -205,6 +206,7 @@ def test_the_whole_step_is_planned_too_where_calls_alone_cost_time() -> None:
         assert ours.budget_bytes <= (1 - OTHERS) * made.device.memory_bytes  # type: ignore[operator]
 
 
+@pytest.mark.long
 def test_a_plan_is_compared_with_a_step_that_updates_as_it_does() -> None:
     made = job(5000, FEW)
     ours = next(one for one in advise(made) if "overspill.compile" in one.what)  # the update in parts is all

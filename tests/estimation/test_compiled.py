@@ -119,6 +119,7 @@ def test_a_compilation_after_an_estimate_is_whole() -> None:
         assert torch.allclose(torch.compile(model, dynamic=False)(x), model(x), atol=1e-5)
 
 
+@pytest.mark.long
 def test_weights_take_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     answer = overspill.estimate(

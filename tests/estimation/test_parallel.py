@@ -111,12 +111,14 @@ def test_buckets_are_shown_as_communication():
     assert most(recorded(Parallel("ddp", 4)), TensorKind.COMMUNICATION) == MODEL_BYTES + BUFFER_BYTES
 
 
+@pytest.mark.long
 def test_bucket_views_save_the_gradients():
     apart = recorded(Parallel("ddp", 4)).peak_requested_bytes
     together = recorded(Parallel("ddp", 4, gradient_as_bucket_view=True)).peak_requested_bytes
     assert apart - together == pytest.approx(MODEL_BYTES, rel=1.5 / LAYERS)  # a layer's are whole at first
 
 
+@pytest.mark.long
 def test_horovod_adds_its_fusion_buffer(monkeypatch):
     alone = recorded(None).peak_requested_bytes
     assert recorded(Parallel("horovod", 4)).peak_requested_bytes == alone + (64 << 20)
@@ -134,6 +136,7 @@ def test_more_gpus_leave_less_of_the_model_on_each():
     assert len(set(peaks)) == len(peaks)
 
 
+@pytest.mark.long
 def test_replicas_shard_within_their_group():
     hybrid, plain = (recorded(p) for p in (Parallel("fsdp", 8, replicas=4), Parallel("fsdp", 2)))
     assert hybrid.peak_requested_bytes == plain.peak_requested_bytes

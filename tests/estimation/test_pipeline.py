@@ -38,6 +38,7 @@ def test_a_stage_has_its_blocks_and_what_is_at_its_end() -> None:
         assert alive(stage(at))[TensorKind.OPTIMIZER_STATE] == 2 * own
 
 
+@pytest.mark.long
 def test_of_stages_each_has_a_micro_batch_more_under_way_than_the_next() -> None:
     hidden = 4 * 2 * TOKENS * 64
     second, third = (stage(at, checkpointing=True).peak_requested_bytes for at in (1, 2))

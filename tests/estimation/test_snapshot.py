@@ -36,6 +36,7 @@ def content(path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.short("resnet18", "expandable")
 def test_it_replays_equal_with_the_estimated_peaks(job: Estimate, path: Path) -> None:
     found = replay_snapshot(read_snapshot(path))
     assert found.equal

@@ -32,6 +32,7 @@ def test_what_is_not_said_widens_the_interval_and_is_named() -> None:
     assert said.total.high + made.unspecified.more == made.total.high
 
 
+@pytest.mark.long
 def test_checkpoints_of_layers_of_8_bits_are_reentrant_or_not() -> None:
     deep = "hf:llama,hidden_size=256,num_hidden_layers=4,num_attention_heads=2,intermediate_size=1024,vocab_size=64"
     said = Job(

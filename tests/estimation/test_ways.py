@@ -267,6 +267,7 @@ def test_a_layer_of_8_bits_keeps_its_input_and_one_of_4_bits_does_not(checkpoint
     assert eight - four == 2 * (stream + hidden) + stream + (2 * stream if checkpointing else 0)
 
 
+@pytest.mark.long
 def test_reentrant_checkpoints_keep_no_input_of_layers_of_8_bits() -> None:
     kept = [
         kept_for_backward(gpt2("sgd", quantize=q, lora=4, checkpointing=True, reentrant=True))

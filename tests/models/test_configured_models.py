@@ -201,6 +201,7 @@ KINDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n[3:7] != "bert" else n for n in KINDS])
 def test_what_is_no_causal_language_model_is_made_and_trained_as_what_it_is(name: str) -> None:
     pytest.importorskip("transformers")

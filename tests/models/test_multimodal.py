@@ -195,6 +195,7 @@ def test_a_detector_is_estimated_though_it_matches_boxes_by_values(
     assert kept[0] == pytest.approx(kept[1], rel=0.05)
 
 
+@pytest.mark.long
 def test_an_image_and_text_model_is_estimated_by_its_configuration(tmp_path: Path) -> None:
     name = configured("paligemma", tmp_path)
     small, large = (overspill.estimate(name, batch=batch, optimizer="sgd") for batch in (2, 8))

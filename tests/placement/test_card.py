@@ -361,6 +361,7 @@ def test_a_budget_of_live_bytes_does_not_survive_on_such_a_card() -> None:
     assert not survives(make_plan(STEP, DEVICE, "auto", budget), CARD.context_bytes + budget)
 
 
+@pytest.mark.long
 def test_what_no_card_of_this_size_can_do_names_the_card_that_can() -> None:
     with pytest.raises(InfeasibleBudgetError, match=r"310\.0 MiB .*300\.0 MiB") as error:
         planned(310 * MIB)

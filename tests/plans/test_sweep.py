@@ -66,6 +66,7 @@ def test_the_share_of_a_row_to_one_decimal_is_a_budget_that_gives_its_plan(graph
             assert make_plan(graph, DEVICE, point.policy, budget).schedule == point.plan.schedule
 
 
+@pytest.mark.long
 def test_on_a_card_budgets_are_sizes_of_it_and_rows_are_what_such_a_card_gives(graph: Graph) -> None:
     gpu = replace(DEVICE, memory_bytes=1 << 40, context_bytes=1 << 20, index=ABSENT)
     card = Card(gpu, (4096,))

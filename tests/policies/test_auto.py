@@ -20,7 +20,7 @@ from overspill.plans.plan import unmanaged_peak
 from overspill.policies.auto import Auto
 from overspill.simulate import check
 
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=20, deadline=None)
 shares = st.sampled_from([0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0])
 
 

@@ -13,7 +13,7 @@ from overspill.plans.plan import unmanaged_peak
 from overspill.policies.checkpoint import Checkpoint, CheckpointCost
 from overspill.simulate import check
 
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=20, deadline=None)
 # Ops 0 to 7 make y0 to y7, 8 and 9 are the loss, 10 to 17 the backward of l7 to l0, which reads the layer's input.
 CHAIN = network([Layer(10_000) for _ in range(8)])
 PEAK = 8192 + 4 + 90_000

@@ -17,7 +17,7 @@ from overspill.policies.checkpoint import Checkpoint
 from overspill.policies.in_core import InCore, Liveness, Oracle
 from overspill.simulate import check
 
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=20, deadline=None)
 
 
 @given(networks())

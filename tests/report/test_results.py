@@ -130,6 +130,7 @@ def test_a_sweep_of_one_curve_is_lines_alone(graph: Graph) -> None:
     assert [curve.name for curve in chart.curves] == ["auto", "proven lower bound"]
 
 
+@pytest.mark.long
 def test_compared_policies_are_points_that_say_who_fits(compared: Comparison) -> None:
     chart, table = page_of(compared).sections
     assert isinstance(chart, Points)

@@ -56,6 +56,7 @@ def test_every_figure_is_one_that_a_machine_can_have(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_progress_is_told_as_it_is_made() -> None:
     told: list[str] = []
     calibrate(progress=told.append)

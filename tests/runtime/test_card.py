@@ -104,6 +104,7 @@ def deep_step(budget: str) -> overspill.runtime.step.train_step.TrainStep:
     )
 
 
+@pytest.mark.long
 def test_with_the_live_allocator_a_run_survives_on_its_card_from_the_first_step_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -161,6 +162,7 @@ def test_the_smallest_budget_is_the_smallest_card() -> None:
     step.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", ["95%", pytest.param("smallest", marks=pytest.mark.long)])
 def test_calls_that_wait_for_their_backward_at_once_share_a_card(budget: str) -> None:
     """A model that is called twice before its backward, within a share of the card that both calls need."""

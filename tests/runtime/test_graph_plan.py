@@ -206,6 +206,7 @@ def step() -> tuple[fx.GraphModule, list[Tensor]]:
 Step = tuple[fx.GraphModule, list[Tensor]]
 
 
+@pytest.mark.long
 def test_rematerialization_by_tags_keeps_the_bits_of_a_graph_with_its_loss(step: Step) -> None:
     module, flat = step
     plan = overspill.plan_graph(module, 0.7, num_fwd_outputs=1, offload=False)
@@ -265,6 +266,7 @@ def test_an_infeasible_budget_names_the_smallest_one_that_works(*, offload: bool
         overspill.plan_graph(module, floor - 1, num_fwd_outputs=1, offload=offload)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one request needs a machine without a GPU")
 def test_a_wrong_request_is_one_line(step: Step) -> None:
     module, _ = step

@@ -13,6 +13,7 @@ DECODER = SHALLOW.replace("depth=1", "depth=3")
 SMALL = "decoder:width=64,depth=1,heads=4,vocabulary=64,seq_len=64"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "batch", "optimizer", "gpu", "dtype"),
     [

@@ -330,6 +330,7 @@ def test_hooks_of_all_optimizers_do_not_hear_of_what_is_tried() -> None:
             handle.remove()
 
 
+@pytest.mark.long
 def test_a_plan_for_a_gpu_has_the_update_that_is_made_there_of_all_parameters_at_once() -> None:
     job = Job(NamedModel("decoder:width=32,depth=4,heads=2,vocabulary=32,seq_len=8"), 1, "adamw")
 

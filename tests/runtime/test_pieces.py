@@ -145,6 +145,7 @@ def floor_of_a_step() -> int:
     return step.smallest_budget(*batch(64))
 
 
+@pytest.mark.long
 def test_the_floor_falls_where_the_loss_holds_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     less = floor_of_a_step()
     monkeypatch.setattr(pieces, "SHARE", 0)  # one piece
@@ -170,6 +171,7 @@ def test_policies_of_papers_get_the_step_as_it_is() -> None:
     assert [name for name in POLICIES if Options(policy=name).in_pieces] == ["auto"]
 
 
+@pytest.mark.long
 def test_comparisons_and_sweeps_plan_in_pieces_where_the_step_as_it_is_does_not_fit() -> None:
     job = Job(lambda: load("decoder:width=32,depth=1,heads=2,vocabulary=3000,seq_len=64"), 8, "adamw")
     options = Options(whole_step=True)

@@ -62,6 +62,7 @@ def test_profiling_is_for_the_eager_backend() -> None:
         Options(profile=True, backend="inductor")
 
 
+@pytest.mark.long
 def test_on_cuda_events_time_ops_and_nothing_waits_before_the_times_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,7 +19,7 @@ from overspill.planning.step_program import StepProgram
 from overspill.policies import POLICIES
 from overspill.simulate import check, simulate, trace_of
 
-EXAMPLES = settings(max_examples=30, deadline=None)
+EXAMPLES = settings(max_examples=20, deadline=None)
 
 
 @st.composite

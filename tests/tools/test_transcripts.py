@@ -62,6 +62,7 @@ def block(*lines: str, before: str = "") -> str:
     return "\n".join(("# A page", "", *([before] if before else []), "```", *lines, "```", "", "More.", ""))
 
 
+@pytest.mark.long
 def test_a_page_that_shows_what_commands_print_is_left_as_it_is(transcripts: Any, page: Callable[[str], Path]) -> None:
     path = page(block("$ overspill --version", VERSION) + PACKED.format(found="8.0"))
     before = path.read_text()

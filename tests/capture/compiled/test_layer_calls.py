@@ -95,6 +95,7 @@ def test_updates_are_named_by_parameters_within_the_same_layers() -> None:
     }
 
 
+@pytest.mark.long
 def test_nothing_but_layers_is_other_than_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def bare(graph: Graph) -> Graph:
         return replace(graph, ops=tuple(replace(op, layer="", layer_type=LayerType.OTHER) for op in graph.ops))

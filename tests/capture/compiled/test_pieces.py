@@ -170,6 +170,7 @@ def test_other_readers_and_other_losses_keep_their_bits(step: Step) -> None:
         check(step, *scores(510, 300, torch.bfloat16))
 
 
+@pytest.mark.long
 def test_scores_that_are_masked_and_scaled_are_split_with_their_loss() -> None:
     given, targets = scores(512, 300, torch.bfloat16)
     _, divided = check(scaled_and_masked, given, targets)
@@ -177,6 +178,7 @@ def test_scores_that_are_masked_and_scaled_are_split_with_their_loss() -> None:
     assert largest(divided) == given.nbytes
 
 
+@pytest.mark.long
 def test_a_result_that_others_read_is_made_whole_and_the_chain_goes_on_behind_it() -> None:
     given, targets = scores(512, 300, torch.bfloat16)
     _, divided = check(with_z_loss, given, targets)
@@ -222,7 +224,7 @@ OPS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 )  # fmt: skip
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, len(OPS) - 1), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 40), st.data())
 def test_random_chains_keep_their_bits(chosen: list[int], third: int, words: int, data: st.DataObject) -> None:
     read_again = data.draw(st.integers(0, len(chosen)))

@@ -136,6 +136,7 @@ def test_tensors_that_one_value_fills() -> None:
     assert {"new_full", "full", "full_like", "new_ones", "zeros_like"} <= seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", MODELS)
 def test_the_ops_of_a_model(model: str) -> None:
     seen = compared(*built_in(model))

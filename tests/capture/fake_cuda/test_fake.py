@@ -270,6 +270,7 @@ def recorded(model: str, optimizer: str, dtype: str = "float32") -> Recording:
     return record(program_of(job))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [

@@ -91,6 +91,7 @@ def test_batch_norm_and_relu(shape: list[int], last: bool, affine: bool) -> None
     same(aten.threshold_backward.default, x, x, 0)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.lists(sizes, min_size=2, max_size=4), sizes, st.booleans(), st.integers(1, 3))
 def test_layers_of_transformers(shape: list[int], width: int, turned: bool, normalized: int) -> None:
@@ -120,6 +121,7 @@ def test_the_plain_cases_are_answered_at_all() -> None:
     assert not same(aten.relu.default, x.contiguous(memory_format=torch.channels_last))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["resnet18", *(pytest.param(name, marks=pytest.mark.long) for name in ("unet", "googlenet-aux"))]
 )

@@ -21,6 +21,7 @@ def recorded(name: str, optimizer: str) -> Recording:
     return record(program)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("vgg11", "resnet18", "unet"))]
 )

@@ -42,6 +42,7 @@ def test_what_ran_before_does_not_show() -> None:
     assert record(job("gpt2")) == alone
 
 
+@pytest.mark.long
 def test_the_collectors_moment_does_not_show() -> None:
     plain = record(job())
     gc.disable()
@@ -122,6 +123,7 @@ def test_a_recording_keeps_no_memory_of_the_size_of_its_tensors() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
 
 
+@pytest.mark.long
 def test_a_step_of_a_small_network_is_recorded_in_a_moment() -> None:
     record(job())
     start = time.process_time()

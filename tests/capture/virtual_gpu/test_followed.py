@@ -79,7 +79,7 @@ def UNKNOWN(found: list[Tensor], n: int) -> None:
 
 
 @pytest.mark.parametrize("_gpu", [Invented, lambda: None], ids=["script", "model"], indirect=True)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(KNOWN), st.integers(0, 30)), max_size=12))
 def test_what_is_known_is_followed_through_views_and_writes_in_place(steps: list[tuple[Step, int]]) -> None:
     for real, fake in zip(done(steps, "cpu", torch.ones(1)), done(steps, "cuda", torch.ones(1)), strict=True):
@@ -87,7 +87,7 @@ def test_what_is_known_is_followed_through_views_and_writes_in_place(steps: list
 
 
 @pytest.mark.parametrize("_gpu", [Invented, lambda: None], ids=["script", "model"], indirect=True)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([*KNOWN[:6], *[UNKNOWN] * 3]), st.integers(0, 30)), max_size=12))
 def test_what_was_written_by_what_nobody_knows_is_not_known(steps: list[tuple[Step, int]]) -> None:
     drawn = torch.full((1,), 1000)

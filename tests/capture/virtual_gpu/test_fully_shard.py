@@ -205,6 +205,7 @@ def torchs_own_peak(iterations, **options):
         return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"], steps_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_peak_is_that_of_torchs_own_tracker(reshard):
     with warnings.catch_warnings():

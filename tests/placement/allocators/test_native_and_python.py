@@ -36,6 +36,7 @@ def differences(one: Replay, other: Replay) -> list[str]:
     return [f.name for f in fields(Replay) if not np.array_equal(getattr(one, f.name), getattr(other, f.name))]
 
 
+@pytest.mark.short("0-pytorch", "0-gtbm")
 @pytest.mark.parametrize("name", ORACLES)
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
 def test_the_two_agree_in_addresses_statistics_logs_and_failures(name: str, part: int, random_case: Case) -> None:

@@ -65,7 +65,7 @@ def test_a_block_lives_in_the_gap_of_another() -> None:
 
 @pytest.mark.parametrize("fit", ["first", "best"])
 @pytest.mark.parametrize("key", KEYS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(trace=traces())
 def test_it_places_as_the_definition_says(key: str, fit: str, trace: Trace) -> None:
     problem = Problem.of(trace)

@@ -66,7 +66,7 @@ def test_the_guard_does_not_strand_a_section_that_is_full() -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(trace=UNALIGNED)
 def test_it_places_as_the_paper_says(key: str, trace: Trace) -> None:
     filled = solid(Problem.of(trace))
@@ -74,7 +74,7 @@ def test_it_places_as_the_paper_says(key: str, trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(trace=PLAIN, capacity=st.one_of(st.none(), st.integers(1, 60)))
 def test_a_guarded_layout_is_valid_and_the_same_each_time(key: str, trace: Trace, capacity: int | None) -> None:
     limits = Limits(capacity_bytes=capacity)

@@ -56,6 +56,7 @@ def bytes_at(found: StepRun, position: int) -> int:
     return int(found.nbytes[(found.start <= position) & (position < found.end)].sum())
 
 
+@pytest.mark.short("two graphs")
 def test_bytes_at_every_instant_are_those_that_were_recorded(recording: Recording) -> None:
     _, found = views(recording)
     record = recording.record

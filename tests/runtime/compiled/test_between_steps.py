@@ -48,6 +48,7 @@ def test_weights_and_state_are_read_and_written_between_steps() -> None:
     compare(loop)
 
 
+@pytest.mark.long
 def test_weights_that_share_a_larger_memory_get_another_plan() -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)
@@ -78,6 +79,7 @@ class Levels(torch.optim.Optimizer):
                 p.sub_(self.table[(mean.clamp(-1, 1) * 127 + 128).long()], alpha=group["lr"])
 
 
+@pytest.mark.long
 def test_an_optimizer_that_keeps_a_table_of_its_own() -> None:
     def loop(run: Run) -> None:
         _, compiled, _ = begin(run, Levels)
@@ -211,6 +213,7 @@ def test_the_session_brings_all_back_and_ends_and_the_loop_goes_on() -> None:
     compare(loop)
 
 
+@pytest.mark.long
 @either_way
 def test_parameters_get_another_dtype(how: str) -> None:
     def loop(run: Run) -> None:
@@ -228,6 +231,7 @@ def test_parameters_get_another_dtype(how: str) -> None:
     compare(loop, "60%", how=how)
 
 
+@pytest.mark.long
 def test_a_parameter_that_gets_another_dtype_before_its_update_is_refused_in_words_of_the_loop() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -164,6 +164,7 @@ def test_a_forward_without_backward_leaves_nothing_in_the_store_and_updates_buff
     assert all(same_bits(a, b) for a, b in zip(plain.buffers(), managed.buffers(), strict=True))
 
 
+@pytest.mark.long
 def test_gradient_accumulation_over_several_batches(twins) -> None:
     plain, managed = twins
     compiled = lean(managed)
@@ -226,6 +227,7 @@ def test_backward_twice_with_retain_graph(twins) -> None:
     assert compiled.overspill.engine.stored_count == 0
 
 
+@pytest.mark.long
 def test_backward_twice_without_retain_graph_is_torchs_own_error(twins) -> None:
     loss = lean(twins[1])(batch()[0]).sum()
     loss.backward()
@@ -233,6 +235,7 @@ def test_backward_twice_without_retain_graph_is_torchs_own_error(twins) -> None:
         loss.backward()
 
 
+@pytest.mark.long
 def test_channels_last_tensors_keep_their_layout_and_bits(twins) -> None:
     plain, managed = (m.to(memory_format=torch.channels_last) for m in twins)
     x, y = batch()
@@ -350,6 +353,7 @@ def test_a_store_that_does_not_fit_the_device_is_refused(twins) -> None:
         compiled(batch()[0])
 
 
+@pytest.mark.long
 def test_torchs_own_checkpointing_inside_the_model_is_planned_over() -> None:
     class Checkpointed(Net):
         def forward(self, x):

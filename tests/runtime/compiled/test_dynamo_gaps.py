@@ -142,6 +142,7 @@ def test_what_cannot_be_followed_is_refused(then: Any, around: Any) -> None:
         overspill.compile(model, budget="smallest")(*model.at(0))
 
 
+@pytest.mark.long
 def test_what_a_function_under_torch_func_keeps_is_told() -> None:
     with pytest.warns(UserWarning, match="does not trace"):
         overspill.compile(Model(gradient), budget="smallest")(*torch.randn(2, 4096, 4))

@@ -38,6 +38,7 @@ def test_a_disk_that_fills_up_during_training_is_one_clear_error(monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_one_flipped_bit_in_the_store_is_seen_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     real, done = HostStore.read, [False]
 
@@ -69,6 +70,7 @@ def test_offloading_without_waiting_for_the_copy_is_caught_by_the_checker() -> N
             check(plan.graph, replace(plan.schedule, instructions=cut))
 
 
+@pytest.mark.long
 def test_the_store_does_not_grow_after_the_first_step(tmp_path) -> None:
     store = DiskStore(tmp_path)
     sizes = []

@@ -100,6 +100,7 @@ def test_steps_have_plain_bits_and_frozen_weights_are_read_from_where_they_are(
     loops.check()
 
 
+@pytest.mark.long
 def test_weights_of_a_file_that_is_mapped_are_read_from_it(model: nn.Module, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
@@ -128,6 +129,7 @@ def _file_at(address: int) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_what_the_user_changes_between_steps_counts(model: nn.Module) -> None:
     loops = Loops(model)
     loops.train(1)

@@ -104,6 +104,7 @@ def test_a_loop_goes_on_beside_updates(held: Held) -> None:
     compare(loop)
 
 
+@pytest.mark.long
 def test_gradients_are_added_up_and_read_behind_the_step() -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)

@@ -241,6 +241,7 @@ def exponential(average: Tensor, parameter: Tensor, _number: Any) -> Tensor:
     return 0.9 * average + 0.1 * parameter
 
 
+@pytest.mark.long
 @by_our_name
 def test_averages_of_a_compiled_model_are_those_of_the_plain_one(compiled_by: Any) -> None:
     results = []
@@ -287,6 +288,7 @@ def test_lbfgs_trains_a_compiled_model_without_a_warning() -> None:
     assert all(map(same_bits, compiled, train_by_lbfgs(made())))
 
 
+@pytest.mark.long
 def test_parameters_that_were_assigned_anew_are_those_whose_gradients_are_looked_for() -> None:
     compiled, plain = overspill.compile(made(), budget="1GiB"), made()
     train(compiled, steps=1)

@@ -161,6 +161,7 @@ def test_where_no_partition_has_a_plan_the_least_floor_is_named(hopeless: bool, 
     assert sorted(made) == worked_out
 
 
+@pytest.mark.long
 def test_inductor_simplifies_each_index_expression_once(monkeypatch: pytest.MonkeyPatch) -> None:
     strides = sizevars.stride_at_vec_range.__wrapped__
     variable = sympy.Symbol("x0", integer=True, nonnegative=True)

@@ -189,6 +189,7 @@ def test_calls_that_wait_for_their_backward_share_the_budget(pattern: Callable[.
     assert all(plan.peak_bytes <= allowed for plan in session.plans)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(SAID)
 def test_a_graph_break_in_a_loop_counts_each_round() -> None:
     session, peaks = managed(Recurrent, recurrent, "2MiB")
@@ -204,6 +205,7 @@ def test_counting_one_call_only_would_exceed_the_budget(monkeypatch: pytest.Monk
     assert max(peaks) > session.plans[0].budget_bytes
 
 
+@pytest.mark.long
 def test_the_first_step_says_that_it_may_exceed_and_later_ones_are_planned_once() -> None:
     torch.manual_seed(0)
     model = Net()
@@ -303,6 +305,7 @@ class Halves(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.long
 def test_of_several_graphs_a_later_one_names_a_budget_that_does_for_all() -> None:
     def attempt(budget: int) -> int:
         torch._dynamo.reset()

@@ -249,6 +249,7 @@ def test_the_experts_of_transformers_train_with_the_same_bits_by_plans_that_sett
     assert compiled.overspill.steps_over == 1
 
 
+@pytest.mark.long
 def test_a_budget_without_room_for_what_such_a_part_keeps_is_refused() -> None:
     floor = overspill.compile(PartlyEager(8, 16, 8), budget="smallest", store="host")
     with pytest.warns(UserWarning, match="PartlyEager"):
@@ -395,6 +396,7 @@ def budgets(session: Session) -> set[int]:
     return {plan.budget_bytes for plan in session.plans}
 
 
+@pytest.mark.long
 def test_a_share_is_of_the_largest_step_and_smaller_ones_are_planned_again() -> None:
     plain, model = twins(lambda: Net(8, *[64] * 3, 8))
     compiled = overspill.compile(model, budget=0.9, store="host")
@@ -442,6 +444,7 @@ def test_a_share_is_fixed_by_the_first_training_step_and_holds_for_evaluation_an
     assert len(compiled.overspill.plans) == 3
 
 
+@pytest.mark.long
 def test_evaluation_before_training_is_not_held_to_a_share_of_itself() -> None:
     model = Net(8, *[64] * 3, 8)
     compiled = overspill.compile(model, budget=0.95, store="host")
@@ -479,6 +482,7 @@ def test_several_functions_evaluate_before_they_train() -> None:
     assert losses == train(plain, plain, [64, 64])
 
 
+@pytest.mark.long
 def test_a_compiled_method_notices_kept_gradients() -> None:
     plain, model = twins(lambda: Net(8, *[64] * 3, 8))
     model.forward = overspill.compile(model.forward, budget="1GiB", store="host")
@@ -498,6 +502,7 @@ def test_a_compiled_method_called_by_what_is_compiled_is_a_part_of_its_plan() ->
     assert model.forward.overspill.plans == []
 
 
+@pytest.mark.long
 def test_a_trainer_that_takes_a_compiled_module_apart_gets_steps_that_are_looked_after() -> None:
     # Lightning compiles a module's steps with the `dynamo_ctx` of the compiled one, and calls these alone.
     model = Net(8, *[64] * 3, 8)
@@ -595,6 +600,7 @@ def test_a_session_has_its_own_options() -> None:
         overspill.compile(Net(8, 8), session=session, budget="2GiB")
 
 
+@pytest.mark.long
 def test_sessions_that_exceed_the_device_together_are_told_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [Net(8, 64, 64, 8) for _ in range(2)]
     compiled = [overspill.compile(model, budget="1MiB", store="host") for model in models]

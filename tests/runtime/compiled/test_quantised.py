@@ -169,6 +169,7 @@ class Repacked(Layer):
         return super().forward(x)
 
 
+@pytest.mark.long
 def test_a_weight_that_forward_gives_other_memory_is_refused_and_training_goes_on() -> None:
     def run(*, evaluates: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -222,6 +223,7 @@ def test_a_weight_with_a_second_tensor_on_its_memory_stays_on_the_device(monkeyp
     assert all(map(torch.equal, run(None), run("90%")))
 
 
+@pytest.mark.long
 def test_quantised_weights_that_get_gradients_stay_on_the_device_by_name() -> None:
     class Trained(nn.Module):
         def __init__(self) -> None:

@@ -221,7 +221,7 @@ def check_schedules(model: tuple[tuple[Part, ...], tuple[int, ...]], seed: int, 
 
 
 @given(model=models, seed=st.integers(0, 999), disk=st.booleans())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_any_schedule_gives_the_numbers_of_plain_pytorch(
     model: tuple[tuple[Part, ...], tuple[int, ...]], seed: int, disk: bool
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_session_that_is_dropped_leaves_nothing_behind_though_dynamo_keeps_its
         assert held() == before
 
 
+@pytest.mark.long
 def test_a_session_by_name_lives_as_long_as_the_graphs_that_dynamo_keeps(tmp_path: Path) -> None:
     before = held()
     use("name", tmp_path)

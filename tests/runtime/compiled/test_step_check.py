@@ -177,6 +177,7 @@ def test_several_optimizers_may_step_after_one_backward() -> None:
         second.step()
 
 
+@pytest.mark.long
 def test_two_players_with_an_optimizer_each_are_left_alone() -> None:
     generator, critic = compiled(net()), compiled(net(1))
     of_generator, of_critic = sgd(generator), sgd(critic)

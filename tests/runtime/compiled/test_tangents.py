@@ -306,6 +306,7 @@ def test_room_for_another_loss_is_there_where_one_is_made(of: str, placement: st
     assert (peaks[3] < 0.9 * peaks[0]) == (of == "its own")
 
 
+@pytest.mark.long
 def test_a_model_that_returns_its_loss_trains_where_no_other_has_room() -> None:
     assert max(peaks_within("1.1MiB", None, "its own")) < 1.1 * 2**20
     peaks = peaks_within("1.1MiB", None, "its own and one more")

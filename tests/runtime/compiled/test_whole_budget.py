@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.usefixtures("forget_compiled_code"), pytest.mark.filte
 either_way = pytest.mark.parametrize("how", ["compile", pytest.param("by name", marks=pytest.mark.long)])
 
 
+@pytest.mark.short("adamw-host")
 @pytest.mark.parametrize(
     ("name", "store"),
     [
@@ -49,7 +50,7 @@ def test_optimizers_with_clipping(name: str, store: str) -> None:
 def test_a_setting_that_turns_state_on_or_off_changes_between_steps() -> None:
     def loop(run: Run) -> None:
         _, compiled, optimizer = begin(run)
-        for i in range(5):
+        for i in range(4):
             optimizer.param_groups[0]["weight_decay"] = 0.1 * (i % 2)
             loss = loss_of(compiled, i)
             loss.backward()
@@ -77,6 +78,7 @@ def test_a_loss_reads_a_weight_before_forward() -> None:
     compare(loop)
 
 
+@pytest.mark.long
 def test_graphs_of_weights_that_never_go_backward_are_kept() -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)
@@ -107,6 +109,7 @@ def test_gradients_are_read_behind_each_step() -> None:
     compare(loop)
 
 
+@pytest.mark.long
 def test_gradients_are_read_behind_each_step_though_the_first_was_not_planned() -> None:
     def loop(run: Run) -> None:
         model, compiled, optimizer = begin(run)
@@ -329,6 +332,7 @@ def test_scaled_gradients_with_a_step_that_is_left_out() -> None:
     compare(loop)
 
 
+@pytest.mark.long
 def test_a_step_that_an_error_stopped_is_not_taken_for_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("45%", "host")
     model, compiled, optimizer = begin(run)
@@ -454,6 +458,7 @@ def test_another_model_of_the_session_is_first_called_between_forward_and_backwa
     compare(loop, "55%")
 
 
+@pytest.mark.long
 def test_layers_that_have_one_forward_keep_their_own_weights() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:

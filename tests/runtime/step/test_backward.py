@@ -250,6 +250,7 @@ def test_layers_without_gradient_in_plain_pytorch_stay_as_they_are() -> None:
     assert torch.equal(both.net.a.weight, before)
 
 
+@pytest.mark.long
 def test_what_is_added_once_a_backward_adds_up_over_micro_batches() -> None:
     Both(behind_a_trained_layer, accumulate=2).train()
 

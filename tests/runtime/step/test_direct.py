@@ -66,6 +66,7 @@ def test_numbers_are_left_to_the_op() -> None:
     assert [i.target for i in program.instructions] == [torch.add, aten.add.Tensor]
 
 
+@pytest.mark.long
 def test_a_step_calls_bindings_and_names_ops() -> None:
     pair = Pair(Lm)
     pair.train(1)

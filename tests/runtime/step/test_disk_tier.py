@@ -92,6 +92,7 @@ def test_bits_are_plain_s(model: Any, host_budget: str, options: dict[str, Any],
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_step_writes_and_reads_what_its_plan_says(tmp_path: Path) -> None:
     pair = pair_of(tmp_path)
     pair.train(3)
@@ -108,6 +109,7 @@ def test_a_step_writes_and_reads_what_its_plan_says(tmp_path: Path) -> None:
     pair.step.close()
 
 
+@pytest.mark.long
 def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
     pair = pair_of(tmp_path, Adapted, "120KiB")
     pair.train(2)

@@ -129,6 +129,7 @@ def test_the_smallest_budget_grows_with_a_larger_batch() -> None:
     assert first < second
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer", ["adamw", *(pytest.param(o, marks=pytest.mark.long) for o in ("momentum", "adagrad", "rmsprop"))]
 )
@@ -139,6 +140,7 @@ def test_slices_give_the_bits_of_the_whole(optimizer: str, monkeypatch: pytest.M
     pair.assert_same()
 
 
+@pytest.mark.long
 def test_weights_in_channels_last_are_sliced_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(updates.SLICE_BYTES, "cpu", 300)
     pair = Pair(lambda: Cnn().to(memory_format=torch.channels_last))
@@ -146,6 +148,7 @@ def test_weights_in_channels_last_are_sliced_to_the_same_bits(monkeypatch: pytes
     pair.assert_same()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gradients", rest_long([{}, {"clip_norm": 0.1}], [{"clip_norm": 0.1}]), ids=str)
 def test_gradients_are_laid_out_as_autograd_leaves_them_for_what_sums_them_up(gradients: dict[str, Any]) -> None:
     pair = Pair(Cnn, OPTIMIZERS["adafactor"], gradients)  # the weights are contiguous, their gradients in channels-last

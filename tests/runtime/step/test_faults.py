@@ -123,6 +123,7 @@ def test_a_step_that_any_failing_transfer_stops_goes_on_with_the_same_bits(
     pair.step.close()
 
 
+@pytest.mark.long
 def test_slots_are_given_back_after_failures(store: Flaky) -> None:
     pair = Pair(Mlp)
     pair.train(3)
@@ -421,6 +422,7 @@ def test_a_checkpoint_outlives_a_process_that_is_killed_within_a_step(tmp_path: 
     pair.assert_same()
 
 
+@pytest.mark.long
 def test_reads_of_a_cnn_that_fail_are_retried(store: Flaky) -> None:
     pair = Pair(Cnn, OPTIMIZERS["momentum"])
     pair.train(2)
@@ -429,6 +431,7 @@ def test_reads_of_a_cnn_that_fail_are_retried(store: Flaky) -> None:
     pair.assert_same()
 
 
+@pytest.mark.long
 def test_a_step_of_another_model_goes_on_meanwhile(store: Flaky) -> None:
     pair = Pair(Mlp)
     pair.train(2)

@@ -57,6 +57,7 @@ def test_a_child_cannot_read_its_parents_file_and_what_it_does_harms_nobody() ->
     assert same(pickle.loads(answer), expected(pair))
 
 
+@pytest.mark.short("host")
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_a_compiled_model_in_a_child_works_or_says_why_not(store: str) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))

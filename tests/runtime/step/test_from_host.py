@@ -161,6 +161,7 @@ def test_frozen_weights_are_read_from_where_they_are_and_never_written(model: nn
     trained.check()
 
 
+@pytest.mark.long
 def test_weights_of_a_file_that_is_mapped_are_read_from_it(model: nn.Module, tmp_path: Path) -> None:
     plain = copy.deepcopy(model)
     torch.save(model.state_dict(), tmp_path / "model.pt")
@@ -177,6 +178,7 @@ def test_weights_of_a_file_that_is_mapped_are_read_from_it(model: nn.Module, tmp
     assert not torch.equal(read["up.0.weight"], mapped.up[0].weight)
 
 
+@pytest.mark.long
 def test_what_the_user_changes_while_it_is_in_host_memory_counts(model: nn.Module) -> None:
     trained = Trained(model)
     trained.train(1)
@@ -189,6 +191,7 @@ def test_what_the_user_changes_while_it_is_in_host_memory_counts(model: nn.Modul
     trained.check()
 
 
+@pytest.mark.long
 def test_an_optimizer_goes_on_with_the_state_of_a_checkpoint(model: nn.Module) -> None:
     first = Trained(model)
     first.train(2)
@@ -213,6 +216,7 @@ def test_a_weight_with_gaps_goes_to_the_device_at_once(model: nn.Module) -> None
     assert not any("base.0.weight" in name for name in trained.step._state.residency.residents)
 
 
+@pytest.mark.long
 def test_a_step_that_is_given_up_leaves_the_weights_in_host_memory(model: nn.Module, monkeypatch: Any) -> None:
     trained = Trained(model)
     trained.train(2)

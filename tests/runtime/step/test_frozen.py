@@ -132,6 +132,7 @@ def test_a_frozen_weight_is_written_once_and_then_only_read(
     job.assert_same()
 
 
+@pytest.mark.long
 def test_micro_batches_read_frozen_weights_that_were_written_once() -> None:
     job = Job(0.5, accumulate=2)
     x = torch.randn(8, WIDTH)
@@ -166,6 +167,7 @@ def test_what_is_written_to_a_weight_between_steps_counts_wherever_its_copies_ar
     both.assert_same()
 
 
+@pytest.mark.long
 def test_a_weight_loaded_or_given_other_data_is_followed(both: Job) -> None:
     other = {name: value + 1 for name, value in both.plain.state_dict().items()}
     for model in (both.plain, both.model):
@@ -178,6 +180,7 @@ def test_a_weight_loaded_or_given_other_data_is_followed(both: Job) -> None:
     both.assert_same()
 
 
+@pytest.mark.long
 def test_evaluation_sees_the_weights_and_the_next_step_goes_on(both: Job) -> None:
     x = torch.randn(4, WIDTH)
     for model in (both.plain, both.model):
@@ -190,6 +193,7 @@ def test_evaluation_sees_the_weights_and_the_next_step_goes_on(both: Job) -> Non
     both.assert_same()
 
 
+@pytest.mark.long
 def test_who_holds_a_weight_reads_and_writes_it_wherever_its_copies_are() -> None:
     job = Job(0.85)
     held, plain = dict(job.model.named_parameters()), dict(job.plain.named_parameters())
@@ -203,6 +207,7 @@ def test_who_holds_a_weight_reads_and_writes_it_wherever_its_copies_are() -> Non
     job.assert_same()
 
 
+@pytest.mark.long
 def test_what_is_given_to_a_held_weight_is_taken_over() -> None:
     job = Job(0.85)
     held, plain = dict(job.model.named_parameters()), dict(job.plain.named_parameters())
@@ -245,6 +250,7 @@ def test_a_step_that_stops_where_such_a_weight_is_fetched_is_finished_or_given_u
     both.assert_same()
 
 
+@pytest.mark.long
 def test_what_is_on_the_device_is_counted_though_it_is_hidden(both: Job) -> None:
     state = both.step._state
     hidden = [state.residency[name].spec.nbytes for name in both.in_both()]

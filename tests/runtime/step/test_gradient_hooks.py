@@ -109,6 +109,7 @@ def test_hooks_of_all_modules_are_called_for_the_models_own_alone() -> None:
         sides.train()
 
 
+@pytest.mark.long
 def test_a_hook_on_a_modules_backward_that_comes_later_may_keep_what_it_sees_in_a_dictionary() -> None:
     sides, kept = Sides(lambda _: None), {"of": dict[nn.Module, Tensor]()}
     sides.train()

@@ -116,6 +116,7 @@ def test_optimizer_state_may_be_loaded_between_steps(pair: Pair) -> None:
     pair.assert_same()
 
 
+@pytest.mark.long
 def test_a_state_dict_that_is_held_follows_the_training_and_costs_nothing(pair: Pair) -> None:
     held = [
         (m.state_dict(), o.state_dict()["state"])
@@ -130,6 +131,7 @@ def test_a_state_dict_that_is_held_follows_the_training_and_costs_nothing(pair: 
     assert copy.deepcopy(ours).keys() == weights.keys()
 
 
+@pytest.mark.long
 def test_a_plain_step_of_the_optimizer_between_whole_steps_is_taken_up(pair: Pair) -> None:
     for model, optimizer in ((pair.plain.model, pair.plain.optimizer), (pair.model, pair.optimizer)):
         model.eval()
@@ -141,6 +143,7 @@ def test_a_plain_step_of_the_optimizer_between_whole_steps_is_taken_up(pair: Pai
     pair.assert_same()
 
 
+@pytest.mark.long
 def test_gradients_are_the_steps_own(pair: Pair) -> None:
     pair.model(pair.inputs[0]).sum().backward()
     pair.plain.model(pair.inputs[0])
@@ -202,6 +205,7 @@ def test_a_closed_step_is_the_plain_loop_again() -> None:
     pair.assert_same()
 
 
+@pytest.mark.long
 def test_state_made_by_one_step_is_read_as_it_is(pair: Pair) -> None:
     expected = {id(p): of for p, of in pair.plain.optimizer.state.items()}
     names = dict(pair.plain.model.named_parameters())

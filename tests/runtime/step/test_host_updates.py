@@ -242,6 +242,7 @@ class Coupled(torch.optim.Optimizer):
             p.sub_(mean.mul_(0.9).add_(p.grad / (1 + total)), alpha=self.param_groups[0]["lr"])
 
 
+@pytest.mark.long
 def test_an_optimizer_of_ones_own_that_updates_all_at_once() -> None:
     pair = Pair(make_optimizer=Coupled, options={"policy": "auto", "update": "host", "budget": "80%"})
     pair.train(4)

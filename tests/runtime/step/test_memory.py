@@ -80,6 +80,7 @@ def test_inputs_of_all_micro_batches_count_in_each() -> None:
         assert plan.graph.bytes_of(TensorKind.INPUT) == nbytes
 
 
+@pytest.mark.long
 def test_what_is_only_read_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(Lm)
     pair.train()
@@ -96,6 +97,7 @@ def test_what_is_only_read_is_written_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(persistent) <= changed
 
 
+@pytest.mark.long
 def test_the_store_does_not_grow_after_the_first_step() -> None:
     pair = Pair(wide, gradients={"accumulate": 2})
     pair.train()

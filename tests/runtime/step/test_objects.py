@@ -49,6 +49,7 @@ def test_a_dropped_step_brings_all_back_and_frees_what_it_had() -> None:
     pair.assert_same()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_step_that_is_collected_in_the_trace_of_another_model_brings_all_back() -> None:
     pair = Pair(Mlp)
@@ -64,6 +65,7 @@ def test_a_step_that_is_collected_in_the_trace_of_another_model_brings_all_back(
     pair.assert_same()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("closed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_second_step_goes_on_where_the_first_ended(closed: bool) -> None:
     pair = Pair(Mlp, options={"budget": 0.6})
@@ -151,6 +153,7 @@ def test_hooks_behind_the_step_are_called_once_with_what_plain_training_shows_th
     assert order[id(pair.optimizer)] == order[id(pair.plain.optimizer)] == ["own"] * 3
 
 
+@pytest.mark.long
 def test_a_hook_may_change_the_weights() -> None:
     def clamp(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         with torch.no_grad():
@@ -191,6 +194,7 @@ def test_hooks_before_the_step_of_all_optimizers_are_refused() -> None:
 # -- averages and copies
 
 
+@pytest.mark.long
 def test_averages_of_the_model_are_those_of_plain_training() -> None:
     pair = Pair(Mlp, options={"budget": 0.6})
     models = pair.plain.model, pair.model
@@ -210,6 +214,7 @@ def test_averages_of_the_model_are_those_of_plain_training() -> None:
     pair.assert_same()
 
 
+@pytest.mark.long
 def test_a_copy_of_the_model_is_trained_by_a_step_of_its_own() -> None:
     pair = Pair(Mlp, OPTIMIZERS["momentum"], options={"budget": 0.6})
     pair.train(2)

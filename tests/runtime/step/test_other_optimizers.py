@@ -25,7 +25,7 @@ import optimizers
 from optimizer_habits import HABITS, Each, Late
 
 SHORT = {
-    "counter on the class", "momenta on the object, by parameter", "noise", "brings large parameters together",
+    "momenta on the object, by parameter", "noise", "brings large parameters together",
     "a wrapper that delegates",
 }  # fmt: skip
 """One habit of each kind: where the state is, and what an update reads."""
@@ -71,6 +71,7 @@ def differ(pair: Pair) -> bool:
     return not same(plain, planned)
 
 
+@pytest.mark.short("a norm of the whole parameter-gradients0")
 @pytest.mark.parametrize(
     ("what", "gradients"),
     [
@@ -221,6 +222,7 @@ def test_muon_and_adamw_step_in_turn() -> None:
     assert same(*copy.deepcopy(states))
 
 
+@pytest.mark.long
 def test_a_parameter_that_no_optimizer_has_may_stay_as_it_is() -> None:
     model = Mlp()
     left_out = model.last.bias
@@ -317,6 +319,7 @@ class Averaging(Each):
                     p.data.lerp_(end=self.state[p]["z"], weight=weight)
 
 
+@pytest.mark.long
 def test_an_optimizer_may_change_weights_between_steps() -> None:
     pair = Pair(Cnn, Averaging)
     for _ in range(3):

@@ -241,6 +241,7 @@ def test_inputs_that_cannot_be_right_are_refused() -> None:
         step_for(made(), accumulate=3)(x.detach(), y)
 
 
+@pytest.mark.long
 def test_an_input_that_is_changed_lies_in_no_others_memory() -> None:
     """A step captured for inputs apart would read what another one was before."""
     model = made()
@@ -314,6 +315,7 @@ def quantized(**version: int) -> nn.Module:
     return torch.ao.quantization.prepare_qat(model)
 
 
+@pytest.mark.short("quantized", "sized")
 @pytest.mark.parametrize("make", [sized, quantized, lambda: quantized(version=0)])
 def test_a_model_that_sizes_its_buffers_at_the_first_call_is_refused_until_then(make: Callable[[], nn.Module]) -> None:
     pair = Pair(make, options={"budget": "1MiB"})
@@ -325,6 +327,7 @@ def test_a_model_that_sizes_its_buffers_at_the_first_call_is_refused_until_then(
     pair.assert_same()
 
 
+@pytest.mark.long
 def test_a_pruned_model_is_pruned_again_behind_a_call() -> None:
     def trained(*, planned: bool) -> list[Tensor]:
         model, losses = made(), []

@@ -188,7 +188,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
 LIKE_ANOTHER = {
     "LSTM", "GRU", "RNN", "GRU under autocast", "GRU whose units leave a rest under autocast", "LSTM with projection",
     "GRU whose units leave a rest", "GRU whose units leave no rest", "dropout in float16", "no autocast",
-    "LSTM under autocast", "draws into rows that are not adjacent", "dropout in float32 whose factor rounds twice",
+    "LSTM under autocast", "autocast with a region without", "linear equations", "draws into rows that are not adjacent", "dropout in float32 whose factor rounds twice",
 }  # fmt: skip
 """What takes the way of another case; in the long suite."""
 
@@ -247,6 +247,7 @@ def test_both_doors_train_as_plain_pytorch_does(case: str) -> None:
     assert_same(plain, losses, stepped, by_step(stepped, x, around, "1GiB"))
 
 
+@pytest.mark.long
 def test_a_recurrent_layer_trains_in_the_smallest_budget() -> None:
     torch.manual_seed(0)
     plain = Recurrent("LSTM", num_layers=3)

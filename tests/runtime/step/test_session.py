@@ -52,6 +52,7 @@ def outside_graph(step: overspill.TrainStep) -> int:
     )
 
 
+@pytest.mark.long
 def test_two_steps_in_one_session_leave_room_for_one_another() -> None:
     torch.manual_seed(0)
     models = [net(), net()]

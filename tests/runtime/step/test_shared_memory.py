@@ -206,6 +206,7 @@ class Listed(torch.optim.Optimizer):
                 p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=self.param_groups[0]["lr"])
 
 
+@pytest.mark.long
 def test_state_in_a_list_is_read_by_references_too() -> None:
     pair = Pair(Mlp, Listed)
     pair.train()

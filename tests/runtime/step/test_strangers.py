@@ -82,7 +82,7 @@ def partitioned(loss: Loss, critic: Critic, maker: nn.Module, inputs: list[Tenso
     return total
 
 
-@pytest.mark.short("with_gradient-options4", "counts_only-options8")
+@pytest.mark.short("with_gradient-options4")
 @pytest.mark.parametrize(
     ("loss", "options"),
     by_turns(

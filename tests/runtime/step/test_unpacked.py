@@ -122,6 +122,7 @@ def test_a_batch_that_is_an_object_has_its_tensors_in_each_step(kind: str) -> No
     assert all(images_of(batch) is images for batch, images in zip(given, batches, strict=True))
 
 
+@pytest.mark.long
 def test_a_batch_that_is_an_object_is_split_into_micro_batches() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return F.mse_loss(model(batch.images), batch.images)
@@ -134,6 +135,7 @@ def test_a_batch_that_is_an_object_is_split_into_micro_batches() -> None:
     assert all(map(same_bits, *found))
 
 
+@pytest.mark.short("<lambda>0")
 @pytest.mark.parametrize("make", [lambda array: array, lambda array: Batch(torch.zeros(()), array=array).array])
 def test_an_array_and_numbers_in_an_object_are_constants_of_a_plan(make: Callable[[Any], Any]) -> None:
     def loss(model: nn.Module, x: Tensor, shift: Any, of: Any) -> Tensor:

@@ -259,6 +259,7 @@ def test_no_batch_is_trained_by_a_stale_branch(data: st.DataObject) -> None:
         sides.train(*batch(seed, full=full, large=large))
 
 
+@pytest.mark.long
 def test_micro_batches_may_have_other_answers_each() -> None:
     sides = Sides(asks_all, accumulate=2)
     half = torch.arange(8) < 4
@@ -360,6 +361,7 @@ def assert_it_raises_its_own_errors(sides: Sides) -> None:
         sides.managed.load_state_dict(before)
 
 
+@pytest.mark.long
 def test_checks_of_values_that_follow_from_parameters_are_made_in_the_step() -> None:
     sides = Sides(policy_loss, budget="smallest")
     for one in BATCHES[:3]:

@@ -32,6 +32,7 @@ def test_a_symbol_is_estimated_as_mxnet_trains_it(symbol: None, overspill: Overs
     assert forward["total_bytes"] < answer["total_bytes"]
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_not_told_to_use_pytorch(symbol: None, overspill: Overspill) -> None:
     done = overspill(f"estimate {FILE} --batch 4096 --gpu t4")
     assert done.code == 1

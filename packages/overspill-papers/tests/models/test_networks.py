@@ -114,6 +114,7 @@ def test_bilinear_upsampling_is_pytorchs(have: int, want: int) -> None:
     torch.testing.assert_close(Bilinear(have, want)(x), expected)
 
 
+@pytest.mark.long
 def test_the_last_stage_of_deeplab_is_atrous_and_keeps_the_side() -> None:
     with FakeTensorMode():
         module = load("deeplabv3plus").module

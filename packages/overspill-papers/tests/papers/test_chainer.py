@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -62,6 +63,7 @@ def test_steps_in_turn_need_what_the_largest_needs() -> None:
     assert len(in_turn.blocks) == sum(len(step.blocks) for step in steps)
 
 
+@pytest.mark.long
 def test_chainers_examples_train() -> None:
     from overspill_papers.papers.chainer import alexnet, googlenet
 

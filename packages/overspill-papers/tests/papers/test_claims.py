@@ -76,6 +76,7 @@ def test_a_policy_without_a_schedule_is_a_result_too() -> None:
     assert (result.ours, result.ratio, result.agrees, result.trouble) == (None, None, False, "no room")
 
 
+@pytest.mark.long
 def test_rows_come_in_order_though_processes_make_what_they_need() -> None:
     def claim_of(number: int) -> Claim:
         return Claim("p", "T", str(number), "q", "1", 1.0, "x", lambda lab: lab.workers.made("", factorial, number))

@@ -34,6 +34,7 @@ def small(name: str, batch: int, *, whole_step: bool = False) -> Graph:
     return step_graph(Job(lambda: models.load(name, small=True), batch), whole_step=whole_step)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "whole_step"),
     [("alexnet", False), *(pytest.param(n, True, marks=pytest.mark.long) for n in ("resnet18", "pix2pixhd"))],
@@ -113,6 +114,7 @@ def test_dymems_pool_holds_at_least_the_live_bytes_and_a_step_that_repeats_no_mo
     assert 0 < run.mapped_bytes(chunks) < sum(-(-n // (2 * MIB)) * 2 * MIB for n in sizes if n > MIB)
 
 
+@pytest.mark.long
 def test_the_largest_budget_is_one_whose_replay_fits() -> None:
     lab = Lab()
     setting = LabSetting("alexnet", 2, whole_step=True)

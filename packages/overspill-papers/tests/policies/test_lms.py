@@ -23,7 +23,7 @@ from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import unmanaged_peak
 from overspill_papers.policies.lms import LargeModelSupport, levels, swap_in, swapped
 
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=20, deadline=None)
 # Ops 0 to 3 make y0 to y3, 4 and 5 are the loss, 6 to 9 the backward of l3 to l0, which reads the layer's input.
 CHAIN = network([Layer(10_000) for _ in range(4)])
 FORWARD_PEAK = 8192 + 4 + 40_000  # what the end of forward needs

@@ -28,7 +28,7 @@ from overspill_papers.policies.superneurons import (
     speed_centric_bytes,
 )
 
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=20, deadline=None)
 both = pytest.mark.parametrize("policy", [Superneurons(), SuperneuronsOffload()], ids=lambda p: p.name)
 CONV, NORM, ACT, POOL = LayerType.CONV, LayerType.NORM, LayerType.ACTIVATION, LayerType.POOL
 # Ops 0 to 6 make y0 to y6, 7 and 8 are the loss, 9 to 15 the backward of l6 to l0, which reads the layer's input.

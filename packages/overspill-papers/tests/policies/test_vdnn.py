@@ -18,7 +18,7 @@ from overspill.policies.in_core import Liveness
 from overspill.simulate import check, simulate
 from overspill_papers.policies.vdnn import Sequential, VdnnAll, VdnnConv, VdnnDynamic, VdnnFastest, downgraded
 
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=20, deadline=None)
 CONV, ACTV, POOL, FC = LayerType.CONV, LayerType.ACTIVATION, LayerType.POOL, LayerType.LINEAR
 Chain = list[LayerType]
 chains = st.lists(st.sampled_from([CONV, ACTV, POOL, FC]), min_size=2, max_size=14)

@@ -22,7 +22,7 @@ from overspill.plans.plan import unmanaged_peak
 from overspill.simulate import check
 from overspill_papers.policies.window import VariableSequence, Window
 
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=20, deadline=None)
 # Ops 0 to 3 make y0 to y3, 4 and 5 are the loss, 6 to 9 the backward of l3 to l0, which reads the layer's input.
 CHAIN = network([Layer(10_000) for _ in range(4)])
 FORWARD_PEAK = 8192 + 4 + 40_000
