@@ -72,6 +72,8 @@ class Plan(Reportable):
     """Which stored copies are on a disk below host memory, and when; None if the store has no disk below."""
     micro_batches: int = 1
     """How many micro-batches the graph has beside one another."""
+    rounds: int = 1
+    """In how many such rounds, one after another, a step runs; the plan is that of the last."""
 
     @cached_property
     def lower_bound_seconds(self) -> float:

@@ -87,7 +87,7 @@ def in_python(plan: Plan, *, inductor: bool) -> tuple[PasteLine, ...]:
     if plan.model_on_host:
         others += ', device="cuda"'
     if plan.micro_batches > 1:
-        others += f", accumulate={plan.micro_batches}"
+        others += f", accumulate={plan.micro_batches * plan.rounds}"
     lines = [PasteLine(CALLED, "First of all, before CUDA is used:")] if plan.pool == LIVE else []
     if plan.graph.whole_step:
         step = f'step = overspill.train_step(model, loss_fn, optimizer, budget="{size}"{others})'
@@ -113,7 +113,8 @@ def plan_verdict(plan: Plan, least_bytes: int | None = None) -> Verdict:
     again = [] if not plan.recomputed_ops else [
         Figure("recomputed", count(plan.recomputed_ops, "op"), f"{format_seconds(plan.recomputing_seconds)} of a step")
     ]  # fmt: skip
-    of_all = f" of {plan.micro_batches} micro-batches, layer by layer" if plan.micro_batches > 1 else ""
+    round_of = "" if plan.rounds == 1 else f", the last of {plan.rounds} such rounds"
+    of_all = f" of {plan.micro_batches} micro-batches, layer by layer{round_of}" if plan.micro_batches > 1 else ""
     return Verdict(
         f"Fits in {format_bytes(plan.asked_bytes)}: {taken}" if plan.fits_device else too_small(plan),
         good=plan.fits_device,

@@ -49,6 +49,18 @@ def test_micro_batches_beside_one_another_have_the_bits_of_plain_accumulation(
     pair.assert_same()
 
 
+def test_too_many_run_in_rounds_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overspill.runtime.step.beside.MOST_OPS", 200)
+    with at_effort(0.05):
+        pair = beside(4, clip_norm=0.1)
+        pair.train(3)
+        last, before = pair.step.plans
+        assert (last.micro_batches, last.rounds) == (2, 2)
+        assert len(pair.step.plan(*pair.inputs).graph.ops) == len(last.graph.ops) > len(before.graph.ops)
+        assert pair.measured_peak() <= planned_peak(pair.step)
+    pair.assert_same()
+
+
 def test_a_weight_comes_once_for_all_micro_batches_in_forward_and_once_in_backward() -> None:
     with at_effort(0.05):
         pair = beside(3)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from overspill.core import Graph, Op, Phase, TensorKind, numbered
+from overspill.core import Tensor as CoreTensor
 from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.graphs import LazyGraphModule
 from overspill.pytorch.storages import key_of, storage_key
@@ -65,24 +66,25 @@ def own_inputs(captured: CapturedStep) -> list[fx.Node]:
     return [n for n in captured.joint.primals if all(kinds[tensor_of[k]].kind is TensorKind.INPUT for k in storages(n))]
 
 
-def side_by_side(captured: CapturedStep, count: int) -> CapturedStep:
-    """Return `captured`, the last of `count` micro-batches, with all of them; it has `why_one_by_one` nothing against.
+def side_by_side(captured: CapturedStep, count: int, *, sums_stay: bool = False) -> CapturedStep:
+    """Return `captured`, a micro-batch, with `count` of them; it has `why_one_by_one` nothing against.
 
-    Its inputs are those of the first micro-batch without sums of gradients, then those that each other one has of its
-    own. Its results are the losses.
+    Its inputs are those of the first micro-batch, then those that each other one has of its own. Its results are the
+    losses. Sums of gradients are inputs if they stay, as for other micro-batches before or behind these.
     """
-    return _Copies(captured, count).build()
+    return _Copies(captured, count, sums_stay=sums_stay).build()
 
 
 class _Copies:
-    def __init__(self, captured: CapturedStep, count: int) -> None:
-        self._captured, self._count = captured, count
+    def __init__(self, captured: CapturedStep, count: int, *, sums_stay: bool) -> None:
+        self._captured, self._count, self._sums_stay = captured, count, sums_stay
         self._joint, graph = captured.joint, captured.graph
         self._tensors = list(graph.tensors)
         self._sums = {t for op in graph.ops if op.name == ACCUMULATE for t in op.writes}
         primals = self._joint.primals
         self._given = own_inputs(captured)
         own = {captured.tensor_of[key] for node in self._given for key in storages(node)}
+        self._given_bytes = sum(graph.tensors[t].nbytes for t in own)
         once = {t for op in graph.ops if op.phase is Phase.UPDATE for t in op.writes} | self._sums
         copied = [t for t in graph.tensors if t.id in own or not (t.persistent or t.id in once)]
         self._ids: list[dict[int, int]] = [{}]
@@ -109,9 +111,11 @@ class _Copies:
         # The joint graph of all, with the inputs of all.
         joint = copy(self._joint)
         joint.module = LazyGraphModule(self._joint.module, self._fx)
-        given = [n for n in self._joint.primals if self._sums.isdisjoint(self._tensors_of(n))]
+        gone = set() if self._sums_stay else self._sums
+        given = [n for n in self._joint.primals if gone.isdisjoint(self._tensors_of(n))]
         joint.primals = [self._nodes[0][n] for n in given]
         joint.primals += (nodes[n] for nodes in self._nodes[1:] for n in self._given)
+        joint.gradients = {self._nodes[0][of]: self._nodes[0][made] for of, made in self._joint.gradients.items()}
         joint.roots = {
             self._key(key, number): [nodes[root] for root in roots]
             for number, nodes in enumerate(self._nodes)
@@ -125,7 +129,7 @@ class _Copies:
         }
         # A sum begins as the first gradient, and is no input.
         for op in captured.graph.ops:
-            if op.name == ACCUMULATE:
+            if op.name == ACCUMULATE and not self._sums_stay:
                 begun = self._nodes[0][captured.nodes[op.id]]
                 joint.roots[storages(begun)[0]] = [begun]
         ops = numbered(self._op(op, number) for op, number in order)
@@ -144,14 +148,17 @@ class _Copies:
     def _tensors_of(self, node: fx.Node) -> list[int]:
         return [self._captured.tensor_of[key] for key in storages(node) if key in self._captured.tensor_of]
 
-    def _with_sizes(self) -> tuple[Any, ...]:
-        """Return the tensors: sums are made in the step, and of its inputs none are elsewhere."""
-        movable = sum(t.movable for t in self._tensors)
-        sizes = {elsewhere(TensorKind.INPUT): 0, HANDLES: HANDLE_BYTES * movable}
-        return tuple(
-            replace(t, persistent=t.persistent and t.id not in self._sums, nbytes=sizes.get(t.name, t.nbytes))
-            for t in self._tensors
-        )
+    def _with_sizes(self) -> tuple[CoreTensor, ...]:
+        """Return the tensors: fewer inputs are elsewhere, and sums that do not stay are made in the step."""
+        movable, others = sum(t.movable for t in self._tensors), (self._count - 1) * self._given_bytes
+        made = frozenset() if self._sums_stay else self._sums
+
+        def nbytes(tensor: CoreTensor) -> int:
+            if tensor.name == elsewhere(TensorKind.INPUT):
+                return max(0, tensor.nbytes - others)
+            return HANDLE_BYTES * movable if tensor.name == HANDLES else tensor.nbytes
+
+        return tuple(replace(t, persistent=t.persistent and t.id not in made, nbytes=nbytes(t)) for t in self._tensors)
 
     # -- ops
 
@@ -184,7 +191,7 @@ class _Copies:
             return tuple(self._ids[number].get(t, t) for t in tensors)
 
         reads = op.reads
-        if op.name == ACCUMULATE and number == 0:
+        if op.name == ACCUMULATE and number == 0 and not self._sums_stay:
             reads = tuple(t for t in reads if t not in self._sums)
         return replace(
             op, reads=mine(reads), writes=mine(op.writes), recompute_reads=mine(op.recompute_reads),
@@ -228,8 +235,11 @@ class _Copies:
         total, gradient = node.args
         nodes = self._nodes[number]
         if number:
-            nodes[node] = self._fx.call_function(_add, (self._nodes[0][node], nodes[gradient]))
+            nodes[node] = self._fx.call_function(_add, (nodes[total], nodes[gradient]))
             nodes[node].meta = {"val": None}
+            return
+        if self._sums_stay:
+            self._copy(node, number)
             return
         value = total.meta["val"]
         begun = self._fx.call_function(_begun_like(value), (nodes[gradient],))

@@ -22,7 +22,7 @@ from overspill.runtime.options import Options
 FASTER = 1.02
 """How many times as fast a step with all beside one another has to be, by simulation, for it to be taken."""
 MOST_OPS = 20_000
-"""Ops of the largest graph that is planned for it."""
+"""Ops of the largest graph that is planned for it; with more, a step runs in rounds of fewer micro-batches."""
 
 
 class OneByOne(Exception):
@@ -34,9 +34,10 @@ def beside(
 ) -> tuple[Partitioned[CapturedStep], Plan]:
     """Return the step of all `count` micro-batches, and its plan, if that is faster than one after another.
 
-    `captured` is the last of them, with the update, `last` its plan, and `inputs` the number of inputs that it has of
-    its own, if known. The steps are compared by simulation, the micro-batches before the last by a plan that need not
-    be placed, with all optimizer state in the store. Raises OneByOne.
+    Or those of the last round, if all are too many. `captured` is the last micro-batch, with the update, `last` its
+    plan, and `inputs` the number of inputs that it has of its own, if known. The ways are compared by simulation, with
+    plans that need not be placed, and all optimizer state in the store, for what comes before the last. Raises
+    OneByOne.
     """
     if not isinstance(captured, CapturedStep) or options.backend != "eager" or options.profile:
         raise OneByOne("the step is of Inductor's programs, is timed op by op, or has cuts")
@@ -56,21 +57,26 @@ def beside(
             took = format_seconds(one_by_one)
             raise OneByOne(f"one after another they take {took}, {what} {format_seconds(other)} (simulated)")
 
+    at_once = "layer by layer"
     check_faster((count - 1) * _computing(before) + _computing(last), "no order takes less than")
     # A quick plan of all shows whether a thorough one is worth it.
-    step = side_by_side(captured, count)
+    size = _round(count, len(captured.graph.ops))
+    step = side_by_side(captured, size, sums_stay=size < count)
+    earlier = search_in(before_the_last(step.graph)).hoped if size < count else None
+    rounds_before = 0.0 if earlier is None else (count // size - 1) * earlier.step_seconds
     found = search_in(step.graph)
-    check_faster(0.0 if found.hoped is None else found.hoped.step_seconds, "all at once take")
+    check_faster(rounds_before + (0.0 if found.hoped is None else found.hoped.step_seconds), at_once)
     try:
         plan = found.plan()
         plan.check_host()
     except (InfeasibleBudgetError, RequestError) as error:
         raise OneByOne(f"all at once: {error}") from None
-    check_faster(plan.step_seconds, "all at once take")
+    check_faster(rounds_before + plan.step_seconds, at_once)
     return Partitioned([step]), replace(
         plan,
-        micro_batches=count,
-        usual_seconds=(count - 1) * before.in_core_seconds + last.in_core_seconds,
+        micro_batches=size,
+        rounds=count // size,
+        usual_seconds=(size - 1) * before.in_core_seconds + last.in_core_seconds,
         unmanaged_peak_bytes=last.unmanaged_peak_bytes,
         unmanaged_device_bytes=last.unmanaged_device_bytes,
     )
@@ -84,8 +90,13 @@ def _why_not(captured: CapturedStep, count: int, options: Options, inputs: int |
         return why
     if inputs not in (None, len(own_inputs(captured))):
         return "an input shares its memory with a buffer"
-    many = count * len(captured.graph.ops)
-    return f"{count} of them have {many} ops, which would take too long to plan" if many > MOST_OPS else ""
+    ops = len(captured.graph.ops)
+    return f"a round of two of {ops} ops would take too long to plan" if _round(count, ops) == 1 else ""
+
+
+def _round(count: int, ops: int) -> int:
+    """Return the most micro-batches of so many ops that run at once, in rounds of one size."""
+    return max(size for size in range(1, count + 1) if count % size == 0 and (size == 1 or size * ops <= MOST_OPS))
 
 
 def _computing(plan: Plan) -> float:

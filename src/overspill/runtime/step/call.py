@@ -46,6 +46,8 @@ class StepCall:
     """Sum of the losses of the micro-batches before."""
     returned: Any = None
     """The value for the caller, if the loss function returns more than a loss."""
+    last: Compiled | None = None
+    """The plan of the last round, if micro-batches run beside one another."""
     compiled: Compiled | None = None
     run: ProgramRun | None = None
     """The run of micro-batch `number`, once it has begun."""

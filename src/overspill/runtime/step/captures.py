@@ -173,7 +173,7 @@ class StepCaptures:
         """Return the names of the optimizer state and gradient sums among the inputs of a step."""
         names = [*self.state.parameters]
         found = [f"{names[u.parameter]}.{state.name}" for u in captured.updates for state in u.state]
-        summed = self.gradients.accumulate > 1 and captured.micro_batches == 1
+        summed = self.gradients.accumulate > captured.micro_batches
         return found + (self._sum_residents(captured) if summed else [])
 
     def inputs_of(self, found: FoundStep) -> list[int]:

@@ -59,11 +59,11 @@ class MicrobatchRunner:
         count = compiled.stretch.own - 1
         others, results = results[:count], results[count:]
         compiled.borrowed(self._state.residency).give(results)
+        losses = [loss]
         if compiled.micro_batches > 1:
-            losses, others = others, []
-            for other in losses:
-                loss = loss + other
-        call.loss = loss if call.loss is None else call.loss + loss
+            losses, others = [loss, *others], []
+        for each in losses:  # in their order
+            call.loss = each if call.loss is None else call.loss + each
         call.returned = compiled.results.filled(call.loss, others)
         others.clear()
         call.number, call.run, call.compiled = call.number + compiled.micro_batches, None, None
@@ -74,9 +74,14 @@ class MicrobatchRunner:
         if call.number == 0:
             self._plans.share_buffers(part)
         # Plan it, and move residents to or from the store.
-        compiled = self._plans.compile_all(call.parts, call.inputs) if call.number == 0 else None
-        if compiled is None:
+        if call.number == 0:
+            call.last = self._plans.compile_all(call.parts, call.inputs)
+        if call.last is None:
             compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
+        elif call.number + call.last.micro_batches == len(call.parts):
+            compiled = call.last
+        else:
+            compiled = self._plans.compile_before(call.last, part, call.inputs)
         self._check_room_for_hooks(call, compiled)
         if call.number == 0 and self._state.sums:
             self._state.forget_sums(of_others_than=frozenset(compiled.takes))

@@ -16,6 +16,7 @@ from torch import Tensor
 from overspill.capture.compiled.guards import Guards
 from overspill.capture.compiled.joint import storages
 from overspill.capture.compiled.kernels import kernel_settings
+from overspill.capture.compiled.micro_batches import side_by_side
 from overspill.capture.compiled.whole_step import CapturedStep, OutsideGraph
 from overspill.core import Graph, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudgetError, UnsupportedError
@@ -219,7 +220,10 @@ class StepPlans:
             self._beside_then, self._fixed_budget = now, None
 
     def compile_all(self, parts: Sequence[tuple[Any, ...]], whole: tuple[Any, ...]) -> Compiled | None:
-        """Return the plan of all micro-batches `parts` of a call, layer by layer; None to run one after another."""
+        """Return the plan of all micro-batches `parts` of a call, layer by layer, or of their last round.
+
+        None if they run one after another.
+        """
         if len(parts) == 1 or self.processes.size > 1:
             return None
         self._drop_stale()
@@ -236,6 +240,16 @@ class StepPlans:
             self._keep(together if found.micro_batches > 1 else alone, found)
         others_differ = any(found.guards.difference(of) is not None for of in given[1:])
         return None if found.micro_batches == 1 or others_differ else found
+
+    def compile_before(self, last: Compiled, inputs: tuple[Any, ...], whole: tuple[Any, ...]) -> Compiled:
+        """Return the plan of a round of micro-batches, the first of which is `inputs`, before the `last` round."""
+        key = self._key(inputs, last=False), last.micro_batches, "micro-batches"
+        found = self._known(key, [*self.state.buffers.values(), *batches.tensors(inputs)])
+        if found is None:
+            with shown_in_terminal("planning the step"):
+                found = self._planned_before(last, inputs, self._outside_graph(inputs, whole))
+            self._keep(key, found)
+        return found
 
     def _meet(self, key: Any, inputs: tuple[Any, ...], shapes: int, *, last: bool) -> tuple[Meeting, Compiled | None]:
         """Return what the processes know of one another, and the plan of `inputs` next to the largest of `shapes`."""
@@ -366,11 +380,11 @@ class StepPlans:
         # First with the state staying on the device, then with all of it in the store.
         try:
             around = (*outside, (TensorKind.OPTIMIZER_STATE, staying))
-            return self._planned(inputs, around, stored, budget, partition)
+            return self._planned(inputs, around, stored, budget, partition, last.micro_batches)
         except InfeasibleBudgetError:
             if not staying:
                 raise
-        return self._planned(inputs, outside, frozenset(state), budget, partition)
+        return self._planned(inputs, outside, frozenset(state), budget, partition, last.micro_batches)
 
     def _state_bytes(self) -> dict[str, int]:
         return {
@@ -397,7 +411,8 @@ class StepPlans:
         """Capture, plan and lower one micro-batch.
 
         It is the last one, with the update, unless `kept_in_store` names the state that stays in the store meanwhile.
-        `partition` is that of Options. All `count` micro-batches are lowered as one if that is faster.
+        `partition` is that of Options. With the update, all `count` micro-batches are lowered as one if that is faster,
+        or a round of them; before, always.
         """
         # Capture, and work out the budget.
         may_grow = budget is None and self.options.limit.smallest
@@ -406,6 +421,8 @@ class StepPlans:
             found = self._capture(inputs, outside_graph, last=kept_in_store is None, partition=partition)
             if self._must_agree(found):
                 return self._planned(inputs, outside_graph, kept_in_store, budget, partition)
+            if kept_in_store is not None and count > 1:
+                found = self._together(found, count, (side_by_side(c, count, sums_stay=True) for c in found.steps))
             planned = self._planner(found.steps)
             if budget is None:
                 budget = self._budget(found.steps.graph, planned)
@@ -426,7 +443,7 @@ class StepPlans:
                     raise
                 self._fixed_budget = budget = error.floor_bytes
                 plan = agreed(budget)
-        if count > 1:
+        if kept_in_store is None and count > 1:
             found, plan = self._all_at_once(found, plan, count)
         self._number += 1
         if is_relative and self.processes.size > 1:
@@ -437,15 +454,21 @@ class StepPlans:
 
     def _all_at_once(self, found: FoundStep, plan: Plan, count: int) -> tuple[FoundStep, Plan]:
         """Return the step of all micro-batches and its plan, if that is faster, or the last one as it is."""
-        inputs, captured = self._captures.inputs_of(found), found.steps.of(plan.graph)
+        captured, inputs = found.steps.of(plan.graph), len(self._captures.inputs_of(found))
         try:
-            steps, made = beside(captured, plan, count, self.options, self._account(), len(inputs))
+            steps, made = beside(captured, plan, count, self.options, self._account(), inputs)
         except OneByOne as why:
             self.one_by_one = str(why)
             return found, plan
         self.one_by_one = ""
+        return self._together(found, made.micro_batches, steps), self._gathered(steps, made)
+
+    def _together(self, found: FoundStep, count: int, steps: Iterable[CapturedStep]) -> FoundStep:
+        """Return the captured `steps` of `count` micro-batches, by what was `found` of one."""
+        inputs = self._captures.inputs_of(found)
         others = (at + number * len(inputs) for number in range(1, count) for at in inputs)
-        return found._replace(steps=steps, others=tuple(others)), self._gathered(steps, made)
+        together = steps if isinstance(steps, Partitioned) else Partitioned(steps)
+        return found._replace(steps=together, others=tuple(others))
 
     def _lowered(self, found: FoundStep, plan: Plan, kept_in_store: frozenset[str] | None, number: int) -> Compiled:
         """Return the captured step by a plan of its graph that all processes know as `number`."""
