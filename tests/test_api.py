@@ -91,6 +91,7 @@ def test_plan_of_a_built_in_model_is_that_of_its_job() -> None:
     assert (made.graph, made.schedule) == (expected.graph, expected.schedule)
 
 
+@pytest.mark.long
 def test_inputs_take_another_batch_size_and_losses_of_each_kind() -> None:
     def loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(model(images), labels)
@@ -106,6 +107,7 @@ def test_compare_gives_a_row_a_policy_the_fastest_that_fits_first() -> None:
     assert [(row.policy, row.fits) for row in rows] == [("auto", True), ("in-core", False)]
 
 
+@pytest.mark.long
 def test_sweep_goes_from_the_unmanaged_peak_to_the_smallest_budget() -> None:
     found = overspill.sweep(mlp(), LARGE, nn.CrossEntropyLoss(), points=3, device="t4")
     budgets = [point.budget_bytes for point in found.points]

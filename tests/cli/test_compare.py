@@ -239,6 +239,7 @@ def test_on_a_gpu_each_policy_has_its_own_pool_and_ours_is_never_slower(overspil
     assert "auto fits in its pool, planned, and takes" in none.error
 
 
+@pytest.mark.long
 def test_a_budget_above_the_card_is_refused_and_never_advised(overspill: Overspill) -> None:
     done = overspill("compare nets:shallow --batch 16 --gpu titan-x --policies auto --budget 13GiB")
     assert done.code == 2

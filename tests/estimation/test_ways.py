@@ -328,6 +328,7 @@ def test_attention_spelt_out_keeps_its_scores(checkpointing: bool) -> None:
     assert sum(made.nbytes == scores for made in spelt.allocations) >= 2 * ITERATIONS
 
 
+@pytest.mark.short("falcon,hidden_size=64,num_hidden_layers=1,num_attention_heads=4,vocab_size=200-fields1")
 @pytest.mark.parametrize(
     ("model", "fields"),
     [

@@ -93,6 +93,7 @@ def test_parameter_counts_are_the_published_ones(name: str, parameters: int) -> 
     assert sum(parameter.numel() for parameter in on_meta(name).parameters()) == parameters
 
 
+@pytest.mark.short("vgg-a-8", "vgg-c-13", "vgg16-13", "vgg16-vdnn-16", "vgg116-116")
 @pytest.mark.parametrize(
     ("name", "count"),
     [

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.turns import rest_long
 
 from overspill.core import Block, Trace
 from overspill.core.errors import OutOfMemoryError, RequestError
@@ -200,7 +201,7 @@ def test_elastic_allocations_do_not_raise_the_minimum_capacity() -> None:
     assert minimum_capacity(events) == 30 * MIB
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", rest_long(range(40), range(15)))
 @pytest.mark.parametrize("allocator", ["pytorch", "mxnet", "chainer", "cnmem"])
 def test_when_nothing_had_to_be_given_back_more_memory_changes_nothing(
     allocator: str, seed: int, random_case: Case
@@ -216,7 +217,7 @@ def test_when_nothing_had_to_be_given_back_more_memory_changes_nothing(
             assert replay(events, allocator, capacity_bytes=(pages + 7) * PAGE_BYTES).fits
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", rest_long(range(40), range(15)))
 def test_a_pool_that_gives_nothing_back_survives_on_every_larger_device(seed: int, random_case: Case) -> None:
     events, _, _ = random_case("cnmem", seed)
     firm = Events(np.where(events.action == TRY, ALLOCATE, events.action), events.block, events.nbytes, events.stream)

@@ -326,6 +326,7 @@ def test_steps_of_optimizers_end_steps_one_of_several_in_each_round(monkeypatch:
     assert len(ended) == 6
 
 
+@pytest.mark.long
 def test_a_script_that_cannot_have_it_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

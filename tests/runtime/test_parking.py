@@ -96,6 +96,7 @@ def test_a_compiled_loop_parks_between_its_steps(budget: str, again: str, tmp_pa
     check(plain, ours, before, after)
 
 
+@pytest.mark.long
 def test_a_new_budget_is_in_force_from_the_next_call_on() -> None:
     _, net = nets()
     model = overspill.compile(net, budget="1GiB", optimizer=(optimizer := adamw(net)))

@@ -97,11 +97,11 @@ def test_fake_results_lie_as_those_of_the_kernel(op: Any) -> None:
     made = [args for name, *args in calls() if name is op]
     assert made
     keywords = {"rounding_mode": "floor"} if op is aten.div.Tensor_mode else {}
-    for args in made:
-        real = op(*args, **keywords)
-        with strides_of_kernels(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fake = op(*tree_map_only(Tensor, mode.from_tensor, args), **keywords)
-        for one, two in zip(tree_leaves(real), tree_leaves(fake), strict=True):
+    real = [op(*args, **keywords) for args in made]
+    with strides_of_kernels(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [op(*tree_map_only(Tensor, mode.from_tensor, args), **keywords) for args in made]
+    for args, ones, twos in zip(made, real, fake, strict=True):
+        for one, two in zip(tree_leaves(ones), tree_leaves(twos), strict=True):
             if one.numel():
                 assert one.stride() == two.stride(), (args, one.stride(), two.stride())
 

@@ -74,6 +74,7 @@ def test_convolutions(
     )
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.lists(sizes, min_size=2, max_size=4), st.booleans(), st.booleans())
 def test_batch_norm_and_relu(shape: list[int], last: bool, affine: bool) -> None:

@@ -54,6 +54,7 @@ def test_every_policy_does_what_it_can_and_gives_the_bits_of_the_plain_loop(poli
     assert used == (POLICIES[policy].offloads, POLICIES[policy].recomputes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_smallest_budget_keeps_most_tensors_in_the_store(accumulate: int) -> None:
     pair = Pair(Lm, gradients={"accumulate": accumulate}, options={"policy": "auto", "store": "disk"})

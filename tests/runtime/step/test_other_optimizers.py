@@ -286,6 +286,7 @@ def test_an_update_that_takes_more_than_it_showed_is_told_and_planned_for(caplog
     assert not differ(pair)
 
 
+@pytest.mark.long
 def test_settings_that_change_leave_the_state_in_the_store() -> None:
     pair = Pair(Mlp, lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), {}, {"budget": SMALLEST})
     pair.train(2)

@@ -34,6 +34,16 @@ SEQ2SEQ = 3 * 50_000 * 1000 + lstm(1000, 1000, 4) + lstm(2000, 1000, 4) + 3 * 10
 DISCRIMINATOR = sum(convolution(*layer, 16) for layer in [(39, 64), (64, 128), (128, 256), (256, 512), (512, 1)])
 
 
+@pytest.mark.short(
+    "inception-v3-23834568",
+    "densenet121-7978856",
+    "seq2seq-221064000",
+    "overfeat-145920872",
+    "googlenet-6998552",
+    "googlenet-aux-13378280",
+    "deeplabv3plus-59344309",
+    "pix2pixhd-190951558",
+)
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
