@@ -96,12 +96,11 @@ class HostUpdates:
         link = device.link_seconds(out, sum(nbytes[t] for t in self.weights if rest.uses[t]))
         bounds = [sum(computing_seconds(rest, self.seconds)), host, link]
         if device.host_bytes:
-            # Between steps the store has what the device never has, and what is more than the budget.
-            state = sum(nbytes[t] for t in self.weights if not rest.uses[t])
-            beyond = 0 if budget_bytes is None else graph.persistent_bytes - budget_bytes
-            excess = max(0, max(state, beyond) - device.host_bytes)
+            # Between steps the store has all that the host writes, and what is more than the budget.
+            written = max(0, sum(nbytes[t] for t in self.weights) - device.host_bytes)
+            beyond = 0 if budget_bytes is None else max(0, graph.persistent_bytes - budget_bytes - device.host_bytes)
             clean = sum(t.nbytes for t in graph.tensors if t.persistent and not graph.written_by[t.id])
-            bounds.append(device.disk_seconds(excess, max(0, excess - clean)))
+            bounds += [device.disk_seconds(written, written), device.disk_seconds(beyond, max(0, beyond - clean))]
         return max(bounds)
 
     def schedule(self, planned: Schedule, budget_bytes: int | None) -> Schedule:
