@@ -12,13 +12,15 @@ from torch import nn
 
 import overspill
 from overspill.capture.compiled.whole_step import ACCUMULATE
-from overspill.core import Phase
+from overspill.core import Phase, Tiers
+from overspill.core.errors import StoreError
 from overspill.job import Job
 from overspill.models import BuiltModel
 from overspill.planning.effort import at_effort
 from overspill.report.plan import in_python, plan_verdict
 from overspill.runtime.options import Options
 from overspill.runtime.preview import preview
+from overspill.runtime.transfer.host_store import HostStore
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,32 @@ def test_too_many_run_in_rounds_with_the_same_bits(monkeypatch: pytest.MonkeyPat
         assert len(pair.step.plan(*pair.inputs).graph.ops) == len(last.graph.ops) > len(before.graph.ops)
         assert pair.measured_peak() <= planned_peak(pair.step)
     pair.assert_same()
+
+
+class NoRoomAtFirst(HostStore):
+    """Has no room for the first plan that asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def reserve(self, nbytes: int, tiers: Tiers | None = None) -> None:
+        self.asked += 1
+        if self.asked == 1:
+            raise StoreError("no room")
+        super().reserve(nbytes, tiers)
+
+
+def test_without_room_in_the_store_they_run_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = NoRoomAtFirst()
+    monkeypatch.setattr("overspill.runtime.transfer.ops.make_store", lambda *_: store)
+    with at_effort(0.05):
+        pair = beside(3)
+        pair.train(2)
+    assert pair.step.one_by_one == "no room"
+    assert [plan.micro_batches for plan in pair.step.plans] == [1, 1]
+    pair.assert_same()
+    pair.step.close()
 
 
 def test_a_weight_comes_once_for_all_micro_batches_in_forward_and_once_in_backward() -> None:

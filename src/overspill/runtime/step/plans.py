@@ -19,7 +19,7 @@ from overspill.capture.compiled.kernels import kernel_settings
 from overspill.capture.compiled.micro_batches import side_by_side
 from overspill.capture.compiled.whole_step import CapturedStep, OutsideGraph
 from overspill.core import Graph, TensorKind, Verb
-from overspill.core.errors import InfeasibleBudgetError, UnsupportedError
+from overspill.core.errors import InfeasibleBudgetError, StoreError, UnsupportedError
 from overspill.core.progress import shown_in_terminal
 from overspill.costs import MeasuredTimes
 from overspill.plans.account import Account
@@ -443,8 +443,9 @@ class StepPlans:
                     raise
                 self._fixed_budget = budget = error.floor_bytes
                 plan = agreed(budget)
-        if kept_in_store is None and count > 1:
-            found, plan = self._all_at_once(found, plan, count)
+        made = self._all_at_once(found, plan, count) if kept_in_store is None else None
+        if made is not None:
+            return made
         self._number += 1
         if is_relative and self.processes.size > 1:
             self._fixed_budget = max(self._fixed_budget or 0, plan.asked_bytes)  # of the largest step of all
@@ -452,16 +453,20 @@ class StepPlans:
         with self.processes.together():
             return self._lowered(found, plan, kept_in_store, self._number)
 
-    def _all_at_once(self, found: FoundStep, plan: Plan, count: int) -> tuple[FoundStep, Plan]:
-        """Return the step of all micro-batches and its plan, if that is faster, or the last one as it is."""
+    def _all_at_once(self, found: FoundStep, plan: Plan, count: int) -> Compiled | None:
+        """Return the plan of all micro-batches, or of their last round, if that is faster than `plan` of the last."""
+        if count == 1:
+            return None
         captured, inputs = found.steps.of(plan.graph), len(self._captures.inputs_of(found))
         try:
             steps, made = beside(captured, plan, count, self.options, self._account(), inputs)
-        except OneByOne as why:
+            together, number = self._together(found, made.micro_batches, steps), self._number + 1
+            lowered = self._lowered(together, self._gathered(steps, made), None, number)
+        except (OneByOne, StoreError) as why:  # each by itself needs less of the store
             self.one_by_one = str(why)
-            return found, plan
-        self.one_by_one = ""
-        return self._together(found, made.micro_batches, steps), self._gathered(steps, made)
+            return None
+        self.one_by_one, self._number = "", number
+        return lowered
 
     def _together(self, found: FoundStep, count: int, steps: Iterable[CapturedStep]) -> FoundStep:
         """Return the captured `steps` of `count` micro-batches, by what was `found` of one."""
