@@ -42,7 +42,7 @@ logging.getLogger("torch.__trace").propagate = True
 settings.register_profile("repeatable", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(profile := os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 if profile == "repeatable":
-    # Else constants of all sources are looked for, 6 s a process, and any edit of any file changes what is drawn.
+    # Else any edit of any source changes what is drawn: constants are looked for in all of them, 3 s a process at first.
     drawing._get_local_constants = lambda: drawing._local_constants
 
 
