@@ -401,6 +401,14 @@ def test_memory_that_grows_from_call_to_call_is_followed_to_its_end(write: Calla
     assert "grew" in found.notes[0]
 
 
+def test_a_script_that_trains_within_a_budget_is_estimated_without(write: Callable[..., str]) -> None:
+    compiled = 'import overspill\nmodel = overspill.compile(model, budget="60%")\n'
+    found, plain = (record_script(write(MODEL + line + LOOP)) for line in (compiled, ""))
+    assert found.recording.peak_requested_bytes == plain.recording.peak_requested_bytes
+    assert "plain PyTorch" in found.notes[0]
+    assert not plain.notes
+
+
 def test_an_optimizer_that_never_steps_is_not_waited_for_forever(write: Callable[..., str]) -> None:
     found = record_script(write(MODEL + "spare = torch.optim.Adam(model.parameters())\nfor step in range(500):" + STEP))
     assert found.steps < 30

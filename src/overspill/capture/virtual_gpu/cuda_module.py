@@ -12,6 +12,7 @@ import torch
 
 from overspill.capture.recording.recorder import Recorder
 from overspill.pytorch.cuda import EMPTY_HOST_CACHE, LAZY_INIT, RAW_STREAM
+from overspill.pytorch.dynamo_stand_in import uncompiled
 
 _GRAPHS = (0, 1)  # the memory pool of CUDA graphs
 _POOL = 32  # c10/cuda/CUDAStream.cpp, kStreamsPerPool: streams of one priority; then they are handed out again
@@ -194,6 +195,6 @@ class CudaFunctions:
             (torch, "Generator", _Generator),
             (*EMPTY_HOST_CACHE, nothing),
             (*RAW_STREAM, constant(0)),  # kernels of libraries ask for it when imported
-            (torch, "compile", lambda model=None, *_, **__: model if model is not None else (lambda f: f)),
+            (torch, "compile", uncompiled),
         ]
         return found

@@ -300,6 +300,8 @@ def _notes(progress: Iterations, request: Request, ended_by: str) -> Iterator[st
             f"{', '.join(progress.abandoned)} took no step while {', '.join(progress.optimizers)} took many: "
             "what its steps take is not in the estimate"
         )
+    if "overspill.runtime.compiled.compile" in sys.modules:
+        yield "overspill.compile does nothing here: these are the figures of plain PyTorch"
     # What makes the estimate less certain.
     if not progress.trains and progress.iterations > wanted:
         yield f"memory grew from one forward pass to the next; {progress.iterations} were recorded"

@@ -23,6 +23,7 @@ from overspill.core.progress import shown_in_terminal, tell_terminal
 from overspill.costs import MeasuredTimes
 from overspill.policies import with_update
 from overspill.pytorch.dynamo import InternalTorchDynamoError, TorchRuntimeError
+from overspill.pytorch.dynamo_stand_in import uncompiled
 from overspill.runtime.ddp import whole_models
 from overspill.runtime.hardware import gpu_named, planned_for
 from overspill.runtime.optimizers import unwrapped
@@ -159,6 +160,8 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
     In a DistributedDataParallel, the forward of the module inside is compiled, in place. From outside, Dynamo finds
     nothing to compile if that forward is torch's own, as in nn.Sequential.
     """
+    if torch.compile is uncompiled:  # in an estimate of the user's script
+        return model
     # Compile inside DDP.
     if isinstance(model, DistributedDataParallel):
         model.module.forward = compile_in(session, model.module.forward, fullgraph=fullgraph)
