@@ -20,7 +20,7 @@ from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.gpu import VirtualGpu
 from overspill.capture.virtual_gpu.record import record
 from overspill.core import Phase, TensorKind
-from overspill.core.errors import RequestError
+from overspill.core.errors import OverspillError, RequestError
 from overspill.estimation.programs import program_of
 from overspill.estimation.script import ScriptRun, record_script
 from overspill.job import Job
@@ -407,6 +407,8 @@ def test_a_script_that_trains_within_a_budget_is_estimated_without(write: Callab
     assert found.recording.peak_requested_bytes == plain.recording.peak_requested_bytes
     assert "plain PyTorch" in found.notes[0]
     assert not plain.notes
+    with pytest.raises(OverspillError, match="train_step"):
+        record_script(write(MODEL + 'import overspill\noverspill.train_step(model, None, optimizer, budget="1GiB")\n'))
 
 
 def test_an_optimizer_that_never_steps_is_not_waited_for_forever(write: Callable[..., str]) -> None:

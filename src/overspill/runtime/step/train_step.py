@@ -23,6 +23,7 @@ from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
 from overspill.policies import with_update
 from overspill.pytorch.dynamo import OptimizedModule
+from overspill.pytorch.dynamo_stand_in import uncompiled
 from overspill.pytorch.modules import ORIGINAL
 from overspill.pytorch.optimizers import note_step
 from overspill.pytorch.trees import tree_flatten
@@ -477,6 +478,11 @@ def train_step(
         InfeasibleBudgetError: At the first call with inputs of a kind, with the smallest budget that works.
         StoreError: In a step, if the store failed; `step.resume()` finishes the step.
     """
+    if torch.compile is uncompiled:
+        raise UnsupportedError(
+            "an estimate of a script runs plain PyTorch, not overspill.train_step; write its step out (zero_grad, "
+            "loss, backward, optimizer.step), or ask `overspill plan --whole-step`"
+        )
     from_host_to = gpu_named(device, model)
     options = Options(
         budget, with_update(policy, update), store, store_dir, backend, planned_for(device), times=times,
