@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from overspill.capture.compiled.micro_batches import graph_side_by_side, side_by_side, why_one_by_one
 from overspill.core.device import ABSENT
 from overspill.devices import load_device
 from overspill.job import Job, Parallel, job_of
@@ -63,6 +64,17 @@ def test_what_follows_from_fewer_blocks_is_what_is_captured_with_all(way: str, m
     monkeypatch.setattr(capture_job, "with_blocks", lambda g, n: calls.append(n) or plain(g, n))
     assert graphs(asked, options, monkeypatch, DEPTH) == captured
     assert calls == [DEPTH] * len(captured)
+
+
+def test_micro_batches_beside_one_another_need_only_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, found = replace(job(), accumulate=2), []
+    for deep in (DEPTH + 1, DEPTH):
+        monkeypatch.setattr(capture_job, "DEEP", deep)
+        found.append(next(iter(captures_of(asked, Options(device=GPU, whole_step=True), GPU, moves=True))))
+    captured, followed = found
+    assert len(followed.nodes) < len(captured.nodes)
+    assert why_one_by_one(followed) == why_one_by_one(captured) == ""
+    assert graph_side_by_side(followed.graph, 2) == side_by_side(captured, 2).graph
 
 
 @pytest.mark.parametrize("how", [{"special": 4}, pytest.param({"uneven": True}, marks=pytest.mark.long)], ids=str)

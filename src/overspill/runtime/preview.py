@@ -41,6 +41,7 @@ from .hardware import account_of, allocator_config, as_absent, device_named
 from .infeasible import split_update
 from .options import OWN, Options
 from .step.beside import OneByOne, beside
+from .step.beside import step_of as step_of_all
 from .step.gathered import gathered
 
 CPU = torch.device("cpu")
@@ -104,13 +105,15 @@ class JobStep:
         plan.check_host()
         if not self.options.whole_step or self.job.parallel is not None:
             return plan
-        captures, count = self.captures, self.job.accumulate
+        captured, count = self.captures.of(plan.graph), self.job.accumulate
         if count > 1:
             with suppress(OneByOne):
-                captures, plan = beside(captures.of(plan.graph), plan, count, self.options, self.account)
+                plan = beside(captured, plan, count, self.options, self.account)
         if not runs_here or self.options.profile:
             return plan
-        return gathered(captures.of(plan.graph), plan, self.account.measured)
+        if plan.micro_batches > 1:
+            captured = step_of_all(captured, plan).of(plan.graph)
+        return gathered(captured, plan, self.account.measured)
 
     def least_bytes(self) -> int | None:
         """Return bytes that no plan by `auto` does without; None if it takes other captures long to say."""

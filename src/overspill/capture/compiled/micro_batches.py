@@ -34,12 +34,12 @@ _NUMBERED = re.compile(r"(?:.*?\.)??\d+(?=\.|$)")
 def why_one_by_one(captured: CapturedStep) -> str:
     """Return why the micro-batches of a step have to run one after another; empty if they need not."""
     graph = captured.graph
+    for node in captured.nodes.values():  # of some blocks, if the graph follows from these
+        if draws(node):
+            return f"{node.name} draws random numbers, whose order would change"
+        if EFFECT in node.meta:
+            return f"{node.name} has an effect outside of the step"
     for op in graph.ops:
-        node = captured.nodes.get(op.id)
-        if node is not None and draws(node):
-            return f"{op.layer or op.name} draws random numbers, whose order would change"
-        if node is not None and EFFECT in node.meta:
-            return f"{op.layer or op.name} has an effect outside of the step"
         if op.phase is Phase.UPDATE or op.name == ACCUMULATE:
             continue
         changed = (graph.tensors[t] for t in op.writes if graph.tensors[t].persistent)
@@ -72,18 +72,23 @@ def side_by_side(captured: CapturedStep, count: int, *, sums_stay: bool = False)
     Its inputs are those of the first micro-batch, then those that each other one has of its own. Its results are the
     losses. Sums of gradients are inputs if they stay, as for other micro-batches before or behind these.
     """
-    return _Copies(captured, count, sums_stay=sums_stay).build()
+    return _CopiedNodes(captured, count, sums_stay=sums_stay).build()
 
 
-class _Copies:
-    def __init__(self, captured: CapturedStep, count: int, *, sums_stay: bool) -> None:
-        self._captured, self._count, self._sums_stay = captured, count, sums_stay
-        self._joint, graph = captured.joint, captured.graph
+def graph_side_by_side(graph: Graph, count: int, *, sums_stay: bool = False) -> Graph:
+    """Return the graph that `side_by_side` gives a step with this `graph`."""
+    return _CopiedOps(graph, count, sums_stay=sums_stay).graph()
+
+
+class _CopiedOps:
+    """Copies ops and tensors."""
+
+    def __init__(self, graph: Graph, count: int, *, sums_stay: bool) -> None:
+        self._graph, self._count, self._sums_stay = graph, count, sums_stay
         self._tensors = list(graph.tensors)
         self._sums = {t for op in graph.ops if op.name == ACCUMULATE for t in op.writes}
-        primals = self._joint.primals
-        self._given = own_inputs(captured)
-        own = {captured.tensor_of[key] for node in self._given for key in storages(node)}
+        inputs = (t for t in graph.tensors if t.persistent and t.kind is TensorKind.INPUT)
+        own = {t.id for t in inputs if t.name != elsewhere(TensorKind.INPUT)}
         self._given_bytes = sum(graph.tensors[t].nbytes for t in own)
         once = {t for op in graph.ops if op.phase is Phase.UPDATE for t in op.writes} | self._sums
         copied = [t for t in graph.tensors if t.id in own or not (t.persistent or t.id in once)]
@@ -95,10 +100,74 @@ class _Copies:
             self._tensors += (
                 replace(t, id=begin + i, name=f"{t.name} of micro-batch {number + 1}") for i, t in enumerate(copied)
             )
+
+    def graph(self) -> Graph:
+        """Return the graph of all."""
+        ops = numbered(self._op(op, number) for op, number in self._order())
+        outputs = {ids.get(t, t) for ids in self._ids for t in self._graph.outputs}
+        return replace(self._graph, tensors=self._with_sizes(), ops=ops, outputs=tuple(sorted(outputs)))
+
+    def _with_sizes(self) -> tuple[CoreTensor, ...]:
+        """Return the tensors: fewer inputs are elsewhere, and sums that do not stay are made in the step."""
+        movable, others = sum(t.movable for t in self._tensors), (self._count - 1) * self._given_bytes
+        made = frozenset() if self._sums_stay else self._sums
+
+        def nbytes(tensor: CoreTensor) -> int:
+            if tensor.name == elsewhere(TensorKind.INPUT):
+                return max(0, tensor.nbytes - others)
+            return HANDLE_BYTES * movable if tensor.name == HANDLES else tensor.nbytes
+
+        return tuple(replace(t, persistent=t.persistent and t.id not in made, nbytes=nbytes(t)) for t in self._tensors)
+
+    def _order(self) -> Iterator[tuple[Op, int]]:
+        """Yield ops with the number of their micro-batch: all of these layer by layer, then the update.
+
+        Where forward turns into backward, each goes through the last layer and the loss both ways, so that only one has
+        its logits at a time.
+        """
+        ops = self._graph.ops
+        forward = _runs([op for op in ops if op.phase is Phase.FORWARD], self._places, ascending=True)
+        backward = _runs([op for op in ops if op.phase is Phase.BACKWARD], self._places, ascending=False)
+        for run in (*forward[:-1], [*forward[-1], *backward[0]], *backward[1:]):
+            for number in range(self._count):
+                yield from ((op, number) for op in run if number == 0 or op.reads or op.writes)
+        yield from ((op, 0) for op in ops if op.phase is Phase.UPDATE)
+
+    @property
+    def _places(self) -> dict[str, int]:
+        """The place of each block in forward, of layers with numbers and of others that have parameters."""
+        graph, found = self._graph, dict[str, int]()
+        for op in graph.ops:
+            reads = any(graph.tensors[t].kind is TensorKind.PARAMETER for t in op.reads)
+            if op.phase is Phase.FORWARD and (reads or _NUMBERED.match(op.layer)):
+                found.setdefault(_block(op.layer), len(found))
+        return found
+
+    def _op(self, op: Op, number: int) -> Op:
+        def mine(tensors: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(self._ids[number].get(t, t) for t in tensors)
+
+        reads = op.reads
+        if op.name == ACCUMULATE and number == 0 and not self._sums_stay:
+            reads = tuple(t for t in reads if t not in self._sums)
+        return replace(
+            op, reads=mine(reads), writes=mine(op.writes), recompute_reads=mine(op.recompute_reads),
+            recompute_writes=mine(op.recompute_writes), given=mine(op.given),
+            checkpoint=op.checkpoint and op.checkpoint * self._count + number,
+        )  # fmt: skip
+
+
+class _CopiedNodes(_CopiedOps):
+    """Copies nodes too."""
+
+    def __init__(self, captured: CapturedStep, count: int, *, sums_stay: bool) -> None:
+        super().__init__(captured.graph, count, sums_stay=sums_stay)
+        self._captured, self._joint = captured, captured.joint
+        self._given = own_inputs(captured)
         self._fx = fx.Graph()
         self._nodes: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count)]
         self._storages: list[dict[StorageKey, torch.UntypedStorage]] = [{} for _ in range(count)]
-        self._fixed = {key for n in primals if n not in self._given for key in storages(n)}
+        self._fixed = {key for n in self._joint.primals if n not in self._given for key in storages(n)}
         """Storages that all micro-batches share."""
 
     def build(self) -> CapturedStep:
@@ -132,74 +201,18 @@ class _Copies:
             if op.name == ACCUMULATE and not self._sums_stay:
                 begun = self._nodes[0][captured.nodes[op.id]]
                 joint.roots[storages(begun)[0]] = [begun]
-        ops = numbered(self._op(op, number) for op, number in order)
         nodes = {
             new: self._nodes[number][captured.nodes[op.id]]
             for new, (op, number) in enumerate(order)
             if op.id in captured.nodes
         }
-        outputs = {ids.get(t, t) for ids in self._ids for t in captured.graph.outputs}
-        graph = replace(captured.graph, tensors=self._with_sizes(), ops=ops, outputs=tuple(sorted(outputs)))
         loss, *others = losses
         return CapturedStep(
-            graph, joint, nodes, tensor_of, loss, tuple(others), captured.updates, micro_batches=self._count
+            self.graph(), joint, nodes, tensor_of, loss, tuple(others), captured.updates, micro_batches=self._count
         )
 
     def _tensors_of(self, node: fx.Node) -> list[int]:
         return [self._captured.tensor_of[key] for key in storages(node) if key in self._captured.tensor_of]
-
-    def _with_sizes(self) -> tuple[CoreTensor, ...]:
-        """Return the tensors: fewer inputs are elsewhere, and sums that do not stay are made in the step."""
-        movable, others = sum(t.movable for t in self._tensors), (self._count - 1) * self._given_bytes
-        made = frozenset() if self._sums_stay else self._sums
-
-        def nbytes(tensor: CoreTensor) -> int:
-            if tensor.name == elsewhere(TensorKind.INPUT):
-                return max(0, tensor.nbytes - others)
-            return HANDLE_BYTES * movable if tensor.name == HANDLES else tensor.nbytes
-
-        return tuple(replace(t, persistent=t.persistent and t.id not in made, nbytes=nbytes(t)) for t in self._tensors)
-
-    # -- ops
-
-    def _order(self) -> Iterator[tuple[Op, int]]:
-        """Yield ops with the number of their micro-batch: all of these layer by layer, then the update.
-
-        Where forward turns into backward, each goes through the last layer and the loss both ways, so that only one has
-        its logits at a time.
-        """
-        ops = self._captured.graph.ops
-        forward = _runs([op for op in ops if op.phase is Phase.FORWARD], self._places, ascending=True)
-        backward = _runs([op for op in ops if op.phase is Phase.BACKWARD], self._places, ascending=False)
-        for run in (*forward[:-1], [*forward[-1], *backward[0]], *backward[1:]):
-            for number in range(self._count):
-                yield from ((op, number) for op in run if number == 0 or op.reads or op.writes)
-        yield from ((op, 0) for op in ops if op.phase is Phase.UPDATE)
-
-    @property
-    def _places(self) -> dict[str, int]:
-        """The place of each block in forward, of layers with numbers and of others that have parameters."""
-        graph, found = self._captured.graph, dict[str, int]()
-        for op in graph.ops:
-            reads = any(graph.tensors[t].kind is TensorKind.PARAMETER for t in op.reads)
-            if op.phase is Phase.FORWARD and (reads or _NUMBERED.match(op.layer)):
-                found.setdefault(_block(op.layer), len(found))
-        return found
-
-    def _op(self, op: Op, number: int) -> Op:
-        def mine(tensors: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(self._ids[number].get(t, t) for t in tensors)
-
-        reads = op.reads
-        if op.name == ACCUMULATE and number == 0 and not self._sums_stay:
-            reads = tuple(t for t in reads if t not in self._sums)
-        return replace(
-            op, reads=mine(reads), writes=mine(op.writes), recompute_reads=mine(op.recompute_reads),
-            recompute_writes=mine(op.recompute_writes), given=mine(op.given),
-            checkpoint=op.checkpoint and op.checkpoint * self._count + number,
-        )  # fmt: skip
-
-    # -- nodes
 
     def _copy_nodes(self) -> None:
         """Copy each node for each micro-batch, with storages of its own; nodes of the update once."""

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from overspill.capture.compiled.graph import Captured
-from overspill.capture.compiled.micro_batches import before_the_last, own_inputs, side_by_side, why_one_by_one
+from overspill.capture.compiled.micro_batches import (
+    before_the_last,
+    graph_side_by_side,
+    own_inputs,
+    side_by_side,
+    why_one_by_one,
+)
 from overspill.capture.compiled.whole_step import CapturedStep
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudgetError, RequestError
@@ -31,10 +37,10 @@ class OneByOne(Exception):
 
 def beside(
     captured: Captured, last: Plan, count: int, options: Options, account: Account, inputs: int | None = None
-) -> tuple[Partitioned[CapturedStep], Plan]:
-    """Return the step of all `count` micro-batches, and its plan, if that is faster than one after another.
+) -> Plan:
+    """Return the plan of all `count` micro-batches, if that is faster than one after another.
 
-    Or those of the last round, if all are too many. `captured` is the last micro-batch, with the update, `last` its
+    Or that of the last round, if all are too many. `captured` is the last micro-batch, with the update, `last` its
     plan, and `inputs` the number of inputs that it has of its own, if known. The ways are compared by simulation, with
     plans that need not be placed, and all optimizer state in the store, for what comes before the last. Raises
     OneByOne.
@@ -61,10 +67,10 @@ def beside(
     check_faster((count - 1) * _computing(before) + _computing(last), "no order takes less than")
     # A quick plan of all shows whether a thorough one is worth it.
     size = _round(count, len(captured.graph.ops))
-    step = side_by_side(captured, size, sums_stay=size < count)
-    earlier = search_in(before_the_last(step.graph)).hoped if size < count else None
+    graph = graph_side_by_side(captured.graph, size, sums_stay=size < count)
+    earlier = search_in(before_the_last(graph)).hoped if size < count else None
     rounds_before = 0.0 if earlier is None else (count // size - 1) * earlier.step_seconds
-    found = search_in(step.graph)
+    found = search_in(graph)
     check_faster(rounds_before + (0.0 if found.hoped is None else found.hoped.step_seconds), at_once)
     try:
         plan = found.plan()
@@ -72,7 +78,7 @@ def beside(
     except (InfeasibleBudgetError, RequestError) as error:
         raise OneByOne(f"all at once: {error}") from None
     check_faster(rounds_before + plan.step_seconds, at_once)
-    return Partitioned([step]), replace(
+    return replace(
         plan,
         micro_batches=size,
         rounds=count // size,
@@ -80,6 +86,12 @@ def beside(
         unmanaged_peak_bytes=last.unmanaged_peak_bytes,
         unmanaged_device_bytes=last.unmanaged_device_bytes,
     )
+
+
+def step_of(captured: CapturedStep, plan: Plan) -> Partitioned[CapturedStep]:
+    """Return the step that `plan`, which `beside` has made of the `captured` one, is of."""
+    step = side_by_side(captured, plan.micro_batches, sums_stay=plan.rounds > 1)
+    return Partitioned([replace(step, graph=plan.graph)])
 
 
 def _why_not(captured: CapturedStep, count: int, options: Options, inputs: int | None) -> str:

@@ -42,7 +42,7 @@ from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.ops import open_engine
 from overspill.runtime.transfer.stores import store_bytes, whole_pages
 
-from .beside import OneByOne, beside
+from .beside import OneByOne, beside, step_of
 from .borrowed import Borrowed
 from .captures import FoundStep, StepCaptures
 from .from_host import held_bytes
@@ -459,7 +459,8 @@ class StepPlans:
             return None
         captured, inputs = found.steps.of(plan.graph), len(self._captures.inputs_of(found))
         try:
-            steps, made = beside(captured, plan, count, self.options, self._account(), inputs)
+            made = beside(captured, plan, count, self.options, self._account(), inputs)
+            steps = step_of(captured, made)
             together, number = self._together(found, made.micro_batches, steps), self._number + 1
             lowered = self._lowered(together, self._gathered(steps, made), None, number)
         except (OneByOne, StoreError) as why:  # each by itself needs less of the store
