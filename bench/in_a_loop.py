@@ -90,7 +90,7 @@ def large(name: str, budget: str) -> Iterator[Pair]:
     device = load_device(trained.gpu)
     whole = step_of(trained.job(), Options(device=device, whole_step=True))
     loop = step_of(trained.job(), Options(device=device), moves=True)
-    yield Pair(name, f"a card of {budget}", *(_tried(step.planner(), nbytes) for step in (whole, loop)))
+    yield Pair(name, f"a card of {budget}", *(_tried(step.planner, nbytes) for step in (whole, loop)))
     free = nbytes - whole.account.context_bytes
     yield Pair(name, f"{format_bytes(free)} live", *(_tried(_live(step), free) for step in (whole, loop)))
 

@@ -272,7 +272,7 @@ class Bench:
         self.name, self.trained, self.shares, self.papers = name, trained, shares, papers
         self.given = Options(device=load_device(trained.gpu), whole_step=True)
         self.step = step_of(trained.job(), self.given)
-        self.graph, self.account, self.planned = self.step.graph, self.step.account, self.step.planner()
+        self.graph, self.account, self.planned = self.step.graph, self.step.account, self.step.planner
         self.plain = make_plan(self.graph, self.account.device, PLAIN, NO_LIMIT_BYTES)
 
     def rows(self) -> Iterator[Row]:

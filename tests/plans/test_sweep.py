@@ -98,7 +98,7 @@ def test_a_larger_budget_whose_plan_is_slower_is_left_out(graph: Graph, monkeypa
         longer = replace(plan.timeline, step_seconds=10 * plan.step_seconds)
         return replace(plan, timeline=longer) if 0.7 * top < budget < 0.9 * top else plan
 
-    monkeypatch.setattr("overspill.plans.comparison.make_plan", made)
+    monkeypatch.setattr("overspill.plans.plan.make_plan", made)
     found = sweep(graph, DEVICE, ("auto",), 8)
     seconds = [s for _, s, _ in of(found, "auto")]
     assert seconds == sorted(seconds)

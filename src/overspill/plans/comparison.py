@@ -12,12 +12,11 @@ from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudgetError, InvalidScheduleError, PolicyError
 from overspill.core.reportable import Reportable
 from overspill.costs import MeasuredTimes
-from overspill.planning.effort import EFFORT
 from overspill.policies import POLICIES, Policy, policy_named
 
 from .account import Account
 from .fit import Fit
-from .plan import NO_LIMIT_BYTES, Plan, make_plan
+from .plan import NO_LIMIT_BYTES, Plan, make_plan, plans_once
 
 BASELINE = "oracle"
 """The policy that slowdowns are relative to: it has unlimited memory and the fastest algorithms."""
@@ -214,13 +213,7 @@ def planner(
     graph: Graph, policy: Policy, account: Account, times: MeasuredTimes | None, best: Best | None
 ) -> Callable[[int], Plan]:
     """Return a function from a budget to the policy's plan, as by `overspill.plan`."""
-    plans: dict[tuple[int, int, float], Plan] = {}
-
-    def made(step: Graph, live_bytes: int) -> Plan:
-        key = id(step), live_bytes, EFFORT.get()
-        if key not in plans:  # budgets that are near one another ask for the same live bytes
-            plans[key] = make_plan(step, account.device, policy, live_bytes, times)
-        return plans[key]
+    made = plans_once(account.device, policy, times)
 
     def within(budget_bytes: int) -> Plan:
         if not policy.plans_for_budget:

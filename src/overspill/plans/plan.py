@@ -14,6 +14,7 @@ from overspill.core.errors import InfeasibleBudgetError, RequestError
 from overspill.core.reportable import Reportable
 from overspill.core.units import format_apart, format_bytes
 from overspill.costs import MeasuredTimes, op_seconds
+from overspill.planning.effort import EFFORT
 from overspill.planning.floor import peak_of, retained_bytes
 from overspill.planning.on_host import without
 from overspill.planning.overlap import computing_seconds
@@ -262,6 +263,21 @@ def make_plan(
         retained_bytes=retained_bytes(graph, schedule),
         tiers=tiers,
     )
+
+
+def plans_once(
+    device: Device, policy: str | Policy, times: MeasuredTimes | None = None
+) -> Callable[[Graph, int], Plan]:
+    """Return `make_plan` for graphs and live bytes, each plan made once: budgets that are near ask for the same."""
+    plans: dict[tuple[int, int, float], Plan] = {}
+
+    def made(graph: Graph, live_bytes: int) -> Plan:
+        key = id(graph), live_bytes, EFFORT.get()
+        if key not in plans:
+            plans[key] = make_plan(graph, device, policy, live_bytes, times)
+        return plans[key]
+
+    return made
 
 
 def tiers_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -83,19 +84,20 @@ class JobStep:
         """The graph of the usual capture."""
         return self.captures.graph
 
+    @cached_property
     def planner(self) -> Callable[[int], Plan]:
-        """Return a function from a budget in bytes to the best plan."""
+        """A function from a budget in bytes to the best plan."""
         return self.captures.planner(self.options, self.account)
 
     def budget_bytes(self) -> int:
         """Return the budget in bytes. Raises RequestError."""
-        return self.account.bytes_of(self.options.limit, self.graph, self.planner())
+        return self.account.bytes_of(self.options.limit, self.graph, self.planner)
 
     def plan(self) -> Plan:
         """Return the plan within the budget. Raises InfeasibleBudgetError."""
         runs_here = self.account.device.kind == "cpu" or self.options.backend == "inductor"
         try:
-            plan = self.planner()(self.budget_bytes())
+            plan = self.planner(self.budget_bytes())
         except InfeasibleBudgetError as error:
             stays = not any(isinstance(captured, CapturedCutStep) for captured in self.captures)
             by_calls = self.options.backend == "eager" and not (

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from typing import Generic
 
@@ -25,8 +26,8 @@ from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudgetError
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.plans.account import Account
-from overspill.plans.fit import NEAR, Fit, search
-from overspill.plans.plan import Plan
+from overspill.plans.fit import NEAR, Fit
+from overspill.plans.plan import Plan, plans_once
 from overspill.policies.in_core import Liveness
 from overspill.runtime.options import Options
 from overspill.simulate import check, simulate
@@ -80,11 +81,12 @@ class Partitioned(Generic[C]):
 
     def planner(self, options: Options, account: Account) -> Callable[[int], Plan]:
         """Return a function from a budget in bytes of `account` to the best plan."""
+        made = plans_once(account.device, options.policy, options.times)
 
         def within(nbytes: int) -> Plan:
             def search_in(captured: C) -> Fit:
                 here = account.alone if isinstance(captured, CapturedCutStep) else account
-                return search(captured.graph, here, options.policy, nbytes, options.times)
+                return Fit(partial(made, captured.graph), here, nbytes)
 
             return self.best_plan(search_in, options.times)
 
