@@ -33,7 +33,7 @@ class Block(nn.Module):
 class Tower(nn.Module):
     def __init__(self, *, uneven: int = False, special: int | None = None) -> None:
         super().__init__()
-        self.special = special
+        self.special, self.kinds = special, ["full"] * DEPTH
         self.blocks = nn.ModuleList(Block(n, 16 if uneven and n == DEPTH - 1 else 8) for n in range(DEPTH))
         self.head = nn.Linear(8, 4)
 
@@ -59,11 +59,8 @@ def test_what_follows_from_fewer_blocks_is_what_is_captured_with_all(way: str, m
     asked = job() if way != "fsdp" else replace(job(), parallel=Parallel("fsdp", 2))
     options = Options(device=GPU, whole_step=way != "calls")
     captured = graphs(asked, options, monkeypatch, DEPTH + 1)
-    calls: list[int] = []
-    plain = capture_job.with_blocks
-    monkeypatch.setattr(capture_job, "with_blocks", lambda g, n: calls.append(n) or plain(g, n))
+    assert captured_by(asked, options, monkeypatch)[:1] == [DEPTH]
     assert graphs(asked, options, monkeypatch, DEPTH) == captured
-    assert calls == [DEPTH] * len(captured)
 
 
 def test_micro_batches_beside_one_another_need_only_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +79,37 @@ def test_a_model_whose_blocks_differ_is_captured_with_all(how: dict[str, int], m
     options = Options(device=GPU)
     captured = graphs(job(**how), options, monkeypatch, DEPTH + 1)
     assert graphs(job(**how), options, monkeypatch, DEPTH) == captured
+
+
+def captured_by(asked: Job, options: Options, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks each graph has that follows from others."""
+    calls: list[int] = []
+    plain = capture_job.with_blocks
+    monkeypatch.setattr(capture_job, "DEEP", DEPTH)
+    monkeypatch.setattr(capture_job, "with_blocks", lambda g, n: calls.append(n) or plain(g, n))
+    next(iter(captures_of(asked, options, GPU, moves=True)))
+    return calls
+
+
+def test_a_model_that_the_caller_has_keeps_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = Tower()
+    asked = job_of(lambda: tower, torch.empty(4, 64, 8), None, 4, "adamw")
+    assert captured_by(asked, Options(device=GPU), monkeypatch) == []
+    assert len(tower.blocks) == DEPTH
+
+
+def test_blocks_that_a_list_tells_apart_are_all_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told_apart() -> Tower:
+        tower = Tower()
+        tower.kinds[-1] = "sliding"
+        return tower
+
+    asked = job_of(told_apart, torch.empty(4, 64, 8), None, 4, "adamw")
+    assert captured_by(asked, Options(device=GPU), monkeypatch) == []
+    assert captured_by(job(), Options(device=GPU), monkeypatch) == [DEPTH]
+
+
+def test_micro_batches_of_one_plan_have_a_program_with_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = replace(job(), accumulate=2)
+    assert captured_by(asked, Options(device=GPU, whole_step=True), monkeypatch) == []
+    assert captured_by(asked, Options(device=GPU), monkeypatch) == [DEPTH]

@@ -35,6 +35,7 @@ from overspill.job.prepare import (
 )
 from overspill.models.drawing import drawing_from
 from overspill.models.step import TrainingStep, under_autocast, whole_dtype
+from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.patching import patched
 
 from . import batches
@@ -82,7 +83,9 @@ def captures_of(job: Job, options: Options, device: Device, *, moves: bool) -> P
         return with_programs(job, options, device, lambda captures: Partitioned([next(iter(captures))]))
 
     def found() -> Iterator[Captured]:
-        may_repeat = device.kind == "cuda" and device.index == ABSENT
+        # Micro-batches beside one another are copied from a program, with all blocks.
+        beside = options.whole_step and job.accumulate > 1
+        may_repeat = device.kind == "cuda" and device.index == ABSENT and not beside
         made = (_repeated if may_repeat else _eager_captures)(job, options, device, moves=moves)
         while True:
             with captured_for(device), nothing_measured():
@@ -176,7 +179,13 @@ def _fakes(
     job.check_planned(whole_step=whole_step)
     with KnownValues(), patched(fake_weights()), attention_kernel(job):
         model, (batch, *_) = prepared_step(job, device)
-        if kept is not None and (stack := stack_of_blocks(model)) is not None and len(stack) >= DEEP:
+        # A model with real weights is the caller's own, and stays as it is.
+        if (
+            kept is not None
+            and all(isinstance(parameter, FakeTensor) for parameter in model.parameters())
+            and (stack := stack_of_blocks(model)) is not None
+            and len(stack) >= DEEP
+        ):
             kept.of.append(len(stack))
             del stack[kept.blocks :]
         optimizer = job.make_optimizer(model.parameters())

@@ -72,8 +72,16 @@ def stack_of_blocks(module: nn.Module) -> nn.ModuleList | nn.Sequential | None:
     """Return the container of the `repeated_blocks`, if it is the only one and they are alike but for their numbers."""
     blocks = list(repeated_blocks(module))
     stacks = [part for part in module.modules() if isinstance(part, _CONTAINERS) and [*part] == blocks]
-    alike = blocks and all(_are_alike(blocks[0], block, number) for number, block in enumerate(blocks))
-    return stacks[0] if alike and len(stacks) == 1 else None
+    if len(stacks) != 1 or any(_tells_apart(part, len(blocks)) for part in module.modules()):
+        return None
+    return stacks[0] if all(_are_alike(blocks[0], block, number) for number, block in enumerate(blocks)) else None
+
+
+def _tells_apart(part: nn.Module, blocks: int) -> bool:
+    """Return whether a module or its `config` lists something for each block, as `layer_types`, that differs."""
+    owners = (part, getattr(part, "config", None))
+    listed = (value for owner in owners for value in getattr(owner, "__dict__", {}).values())
+    return any(isinstance(of, (list, tuple)) and len(of) == blocks and any(o != of[0] for o in of) for of in listed)
 
 
 def _are_alike(first: nn.Module, block: nn.Module, number: int) -> bool:
