@@ -54,6 +54,16 @@ def graphs(job: Job, options: Options, monkeypatch: pytest.MonkeyPatch, deep: in
     return [captured.graph for captured in captures_of(job, options, GPU, moves=True)]
 
 
+def captured_by(asked: Job, options: Options, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks each graph has that follows from others."""
+    calls: list[int] = []
+    plain = capture_job.with_blocks
+    monkeypatch.setattr(capture_job, "DEEP", DEPTH)
+    monkeypatch.setattr(capture_job, "with_blocks", lambda g, n: calls.append(n) or plain(g, n))
+    next(iter(captures_of(asked, options, GPU, moves=True)))
+    return calls
+
+
 @pytest.mark.parametrize("way", ["calls", pytest.param("whole step", marks=pytest.mark.long), "fsdp"])
 def test_what_follows_from_fewer_blocks_is_what_is_captured_with_all(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = job() if way != "fsdp" else replace(job(), parallel=Parallel("fsdp", 2))
@@ -81,16 +91,6 @@ def test_a_model_whose_blocks_differ_is_captured_with_all(how: dict[str, int], m
     assert graphs(job(**how), options, monkeypatch, DEPTH) == captured
 
 
-def captured_by(asked: Job, options: Options, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many blocks each graph has that follows from others."""
-    calls: list[int] = []
-    plain = capture_job.with_blocks
-    monkeypatch.setattr(capture_job, "DEEP", DEPTH)
-    monkeypatch.setattr(capture_job, "with_blocks", lambda g, n: calls.append(n) or plain(g, n))
-    next(iter(captures_of(asked, options, GPU, moves=True)))
-    return calls
-
-
 def test_a_model_that_the_caller_has_keeps_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     tower = Tower()
     asked = job_of(lambda: tower, torch.empty(4, 64, 8), None, 4, "adamw")
@@ -107,9 +107,3 @@ def test_blocks_that_a_list_tells_apart_are_all_captured(monkeypatch: pytest.Mon
     asked = job_of(told_apart, torch.empty(4, 64, 8), None, 4, "adamw")
     assert captured_by(asked, Options(device=GPU), monkeypatch) == []
     assert captured_by(job(), Options(device=GPU), monkeypatch) == [DEPTH]
-
-
-def test_micro_batches_of_one_plan_have_a_program_with_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = replace(job(), accumulate=2)
-    assert captured_by(asked, Options(device=GPU, whole_step=True), monkeypatch) == []
-    assert captured_by(asked, Options(device=GPU), monkeypatch) == [DEPTH]

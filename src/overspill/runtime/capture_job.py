@@ -83,9 +83,7 @@ def captures_of(job: Job, options: Options, device: Device, *, moves: bool) -> P
         return with_programs(job, options, device, lambda captures: Partitioned([next(iter(captures))]))
 
     def found() -> Iterator[Captured]:
-        # Micro-batches beside one another are copied from a program, with all blocks.
-        beside = options.whole_step and job.accumulate > 1
-        may_repeat = device.kind == "cuda" and device.index == ABSENT and not beside
+        may_repeat = device.kind == "cuda" and device.index == ABSENT
         made = (_repeated if may_repeat else _eager_captures)(job, options, device, moves=moves)
         while True:
             with captured_for(device), nothing_measured():
