@@ -75,6 +75,8 @@ class Plan(Reportable):
     """How many micro-batches the graph has beside one another."""
     rounds: int = 1
     """In how many such rounds, one after another, a step runs; the plan is that of the last."""
+    one_by_one: str = ""
+    """Why micro-batches run one after another; empty if they do not, or if nobody knows."""
 
     @cached_property
     def lower_bound_seconds(self) -> float:

@@ -86,10 +86,10 @@ def in_python(plan: Plan, *, inductor: bool) -> tuple[PasteLine, ...]:
         others += f', store="{store}", host_budget="{host}"'
     if plan.model_on_host:
         others += ', device="cuda"'
-    if plan.micro_batches > 1:
-        others += f", accumulate={plan.micro_batches * plan.rounds}"
     lines = [PasteLine(CALLED, "First of all, before CUDA is used:")] if plan.pool == LIVE else []
     if plan.graph.whole_step:
+        if (count := plan.micro_batches * plan.rounds) > 1:
+            others += f", accumulate={count}"
         step = f'step = overspill.train_step(model, loss_fn, optimizer, budget="{size}"{others})'
         return (*lines, PasteLine(step, "The body of your training loop; then call step(batch):"))
     trainer = f'callbacks=[overspill.callbacks.Budget("{size}"{others})]'
@@ -111,23 +111,35 @@ def plan_verdict(plan: Plan, least_bytes: int | None = None) -> Verdict:
         Figure("minimum", f"at least {format_bytes(least_bytes)}", "--budget smallest plans for the least that works")
     ]  # fmt: skip
     again = [] if not plan.recomputed_ops else [
-        Figure("recomputed", count(plan.recomputed_ops, "op"), f"{format_seconds(plan.recomputing_seconds)} of a step")
+        Figure("recomputed", count(plan.recomputed_ops, "op"),
+            f"{format_seconds(plan.recomputing_seconds)} of {_part(plan, 'a step')}")
     ]  # fmt: skip
-    round_of = "" if plan.rounds == 1 else f", the last of {plan.rounds} such rounds"
-    of_all = f" of {plan.micro_batches} micro-batches, layer by layer{round_of}" if plan.micro_batches > 1 else ""
     return Verdict(
         f"Fits in {format_bytes(plan.asked_bytes)}: {taken}" if plan.fits_device else too_small(plan),
         good=plan.fits_device,
         figures=(
             *least,
             Figure("slowdown", f"{plan.slowdown:.3f}",
-                f"simulated: {format_seconds(plan.step_seconds)} a step{of_all}, "
+                f"simulated: {format_seconds(plan.step_seconds)} {timed_part(plan)}, "
                 f"{format_seconds(plan.in_core_seconds)} without a plan"),
-            *store_figures(plan, f"{moved} the device in each step"),
+            *store_figures(plan, f"{moved} the device in {_part(plan, 'each step')}"),
             *again,
             *emulation(plan.device, {tensor.dtype for tensor in plan.graph.tensors}),
         ),
     )  # fmt: skip
+
+
+def timed_part(plan: Plan) -> str:
+    """Return what the plan's step time is of, in words, as `a step`."""
+    together = f" of {plan.micro_batches} micro-batches, layer by layer" if plan.micro_batches > 1 else ""
+    if plan.rounds == 1:
+        return f"a step{together}"
+    return f"for the last of {plan.rounds} {f'rounds{together}' if together else 'micro-batches'}"
+
+
+def _part(plan: Plan, usual: str) -> str:
+    """Return what the plan is of, in words: `usual`, or a part of a step."""
+    return usual if plan.rounds == 1 else f"this {'round' if plan.micro_batches > 1 else 'micro-batch'}"
 
 
 def store_figures(plan: Plan, moved: str) -> list[Figure]:
@@ -140,10 +152,12 @@ def store_figures(plan: Plan, moved: str) -> list[Figure]:
         Figure("host memory", format_bytes(tiers.host_peak_bytes),
             f"of {format_bytes(tiers.host_budget_bytes)}; {moved}"),
         Figure("disk", format_bytes(tiers.disk_bytes),
-            f"each step writes {format_bytes(written)} and reads {format_bytes(read)}, in {format_seconds(busy)}"),
+            f"{_part(plan, 'each step')} writes {format_bytes(written)} and reads {format_bytes(read)}, in "
+            f"{format_seconds(busy)}"),
     ]  # fmt: skip
     if written:
-        figures.append(Figure("wear of the disk", format_bytes(1000 * written), "written in 1000 steps"))
+        least = "" if plan.rounds == 1 else "at least "
+        figures.append(Figure("wear of the disk", f"{least}{format_bytes(1000 * written)}", "written in 1000 steps"))
     if busy > LIMITING * plan.step_seconds:
         figures.append(
             Figure(
@@ -373,6 +387,8 @@ def step_notes(plan: Plan) -> list[str]:
     stored = stored_by_kind(plan)
     parts = ", ".join(f"{_plural(kind)} {format_bytes(nbytes)}" for kind, nbytes in stored.items())
     notes = [f"between steps the store has {parts}" if stored else "between steps all is on the device"]
+    if plan.one_by_one:
+        notes.append(f"micro-batches run one after another: {plan.one_by_one}")
     if plan.model_on_host:
         notes.append(
             "the model does not fit on the card, and begins on the CPU: "

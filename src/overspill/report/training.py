@@ -18,7 +18,7 @@ from overspill.runtime.training import Run
 from .listing import count, format_flops, percent
 from .page import Axis, Column, Curve, Figure, Lines, Mark, Page, Section, Step, Table, Unit, Verdict
 from .page.measured import is_of, measured_step, with_measured
-from .plan import in_python, plan_page, step_notes, stored_by_kind
+from .plan import in_python, plan_page, step_notes, stored_by_kind, timed_part
 from .recording import views_title
 
 
@@ -273,9 +273,10 @@ def _whole_step(trained: Trained) -> list[str]:
 
 def _times(trained: Trained) -> str:
     """Return the usual step time, and the time of the first step."""
+    part = "" if trained.plan.rounds == 1 else f" {timed_part(trained.plan)}"
     measured = (
         f"usual step {format_seconds(usual_step_seconds(trained.managed))} (simulated "
-        f"{format_seconds(trained.plan.step_seconds)})"
+        f"{format_seconds(trained.plan.step_seconds)}{part})"
     )
     plain = f"; plain {format_seconds(usual_step_seconds(trained.reference))}" if trained.reference is not None else ""
     first = f"first step {format_seconds(trained.managed.step_seconds[0])}, on the {trained.options.backend} backend"

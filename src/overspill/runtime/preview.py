@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -105,12 +104,16 @@ class JobStep:
             )
             raise error.with_help(split_update(error)) if by_calls and stays else error from None
         plan.check_host()
+        if (count := self.job.accumulate) > 1:
+            plan = replace(plan, rounds=count)
         if not self.options.whole_step or self.job.parallel is not None:
             return plan
-        captured, count = self.captures.of(plan.graph), self.job.accumulate
+        captured = self.captures.of(plan.graph)
         if count > 1:
-            with suppress(OneByOne):
+            try:
                 plan = beside(captured, plan, count, self.options, self.account)
+            except OneByOne as why:
+                plan = replace(plan, one_by_one=str(why))
         if not runs_here or self.options.profile:
             return plan
         if plan.micro_batches > 1:

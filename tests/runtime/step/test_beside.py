@@ -17,7 +17,8 @@ from overspill.core.errors import StoreError
 from overspill.job import Job
 from overspill.models import BuiltModel
 from overspill.planning.effort import at_effort
-from overspill.report.plan import in_python, plan_verdict
+from overspill.plans.plan import Plan
+from overspill.report.plan import in_python, plan_verdict, step_notes
 from overspill.runtime.options import Options
 from overspill.runtime.preview import preview
 from overspill.runtime.transfer.host_store import HostStore
@@ -106,16 +107,25 @@ def test_a_weight_comes_once_for_all_micro_batches_in_forward_and_once_in_backwa
     assert len(sums) == 3 * len(made_by)
 
 
+def assert_of_the_last(plan: Plan, count: int, why: str) -> None:
+    """A reader sees that the plan is of the last micro-batch, why, and the line that trains so."""
+    assert f"for the last of {count} micro-batches" in str(plan_verdict(plan))
+    assert why in " ".join(step_notes(plan))
+    assert f"accumulate={count}" in in_python(plan, inductor=False)[-1].text
+
+
 def test_a_plan_of_a_job_is_that_of_all_its_micro_batches_and_says_so() -> None:
     built = BuiltModel("decoder", Decoder(), lambda size: batch_for(Decoder(), size), cross_entropy)
     with at_effort(0.05):
         job = Job(lambda: built, 2, "adamw", accumulate=3)
         plan = preview(job, Options("60KiB", device=FAR, whole_step=True))
+        apart = preview(job, Options("1GiB", device=FAR, whole_step=True))
         alone = preview(replace(job, accumulate=1), Options("60KiB", device=FAR, whole_step=True))
     assert plan.micro_batches == 3
     assert alone.step_seconds < plan.step_seconds < 3 * alone.step_seconds
     assert "3 micro-batches, layer by layer" in str(plan_verdict(plan))
     assert "accumulate=3" in in_python(plan, inductor=False)[0].text
+    assert_of_the_last(apart, 3, "one after another they take")
 
 
 class Still(Mlp):
@@ -143,4 +153,5 @@ def test_where_they_may_not_or_it_gains_nothing_they_run_one_after_another(
         pair.train(2)
     assert why in pair.step.one_by_one
     assert len(pair.step.plans) == 2
+    assert_of_the_last(pair.step.plan(*pair.inputs), 2, why)
     pair.assert_same()

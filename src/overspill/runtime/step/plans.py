@@ -446,12 +446,18 @@ class StepPlans:
         made = self._all_at_once(found, plan, count) if kept_in_store is None else None
         if made is not None:
             return made
+        plan = self._in_rounds(plan, last=kept_in_store is None)
         self._number += 1
         if is_relative and self.processes.size > 1:
             self._fixed_budget = max(self._fixed_budget or 0, plan.asked_bytes)  # of the largest step of all
         self.processes.check_schedule(plan)
         with self.processes.together():
             return self._lowered(found, plan, kept_in_store, self._number)
+
+    def _in_rounds(self, plan: Plan, *, last: bool) -> Plan:
+        """Return `plan` with the number of micro-batches that run one after another, if it is of the last."""
+        count = self.gradients.accumulate
+        return replace(plan, rounds=count, one_by_one=self.one_by_one) if last and count > 1 else plan
 
     def _all_at_once(self, found: FoundStep, plan: Plan, count: int) -> Compiled | None:
         """Return the plan of all micro-batches, or of their last round, if that is faster than `plan` of the last."""
