@@ -20,7 +20,7 @@ from overspill.core.units import parse_bytes
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.allocators.planned import LIVE, PlannedAllocator
 from overspill.placement.card import Card
-from overspill.placement.card_events import events_of
+from overspill.placement.card_events import _Run, events_of
 from overspill.placement.events import ALLOCATE, EMPTY, FREE, Events
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import place_plan
@@ -265,6 +265,26 @@ def weights_in_turn() -> Graph:
         build.op([value, weight], [made], flops=10**9)
         value = made
     return replace(build.graph(), whole_step=True)
+
+
+def trained_step(*, whole: bool) -> Graph:
+    """A step of twelve weights, of which a `whole` one may move each with its state; its products are convolutions."""
+    build = Build()
+    weights = [build.tensor(16 * MIB + 512 * i, TensorKind.PARAMETER, persistent=True) for i in range(12)]
+    states = [build.tensor(32 * MIB + 512 * i, TensorKind.OPTIMIZER_STATE, persistent=True) for i in range(12)]
+    build.tensors = [replace(one, movable=whole) for one in build.tensors]
+    values = [build.tensor(MIB, TensorKind.INPUT, persistent=True)]
+    for weight in weights:
+        values.append(build.tensor(9 * MIB))
+        build.op([values[-2], weight], [values[-1]], flops=10**9, workspace_bytes=3 * MIB)
+    gradients = [build.tensor(16 * MIB + 512 * i, TensorKind.GRADIENT) for i in range(12)]
+    for weight, gradient in reversed([*zip(weights, gradients, strict=True)]):
+        build.op([values.pop(), weight], [gradient], Phase.BACKWARD, flops=10**9)
+    for gradient, *own in zip(gradients, weights, states, strict=True):
+        build.op([gradient], [], Phase.UPDATE, kind=LayerType.UPDATE, state=own, workspace_bytes=5 * MIB)
+    graph = build.graph()
+    ops = tuple(replace(op, name="convolution") if op.phase is Phase.FORWARD else op for op in graph.ops)
+    return replace(graph, ops=ops, whole_step=whole)
 
 
 def test_a_card_without_room_for_the_weights_is_refused_after_few_plans_and_the_card_that_is_named_does() -> None:
@@ -545,6 +565,34 @@ def test_weights_that_leave_make_room_for_the_arena_of_a_whole_step_and_not_for_
     model = [(ALLOCATE, 100), (ALLOCATE, 5000)]
     assert events(whole=True) == [*model, (FREE, 0), (FREE, 0), (EMPTY, 0), (ALLOCATE, 12100)]
     assert events(whole=False) == [(ALLOCATE, 12100), *model, (FREE, 0)]
+
+
+@pytest.mark.parametrize("how", [{}, {"backwards": True, "used": True}, {"model_on_host": True}])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_step_like_the_last_has_its_events_and_is_not_gone_through_again(
+    how: dict[str, bool], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with weights and state that come and go, gradients in groups, and convolutions."""
+    graph = trained_step(whole=whole)
+    done = make_plan(graph, DEVICE, "auto", floor_of(StepProgram(graph)).nbytes + 8 * MIB).schedule
+    assert whole == bool(done.stored)
+    through: list[bool] = []
+    step = _Run.step
+    monkeypatch.setattr(_Run, "step", lambda run: (through.append(run.is_first), step(run))[1])
+    ends: list[int] = []
+    groups = [tuple(op.id for op in graph.ops if op.phase is Phase.UPDATE)]
+
+    def found() -> list[list[int]]:
+        through.clear()
+        ends.clear()
+        events = events_of(graph, done, (64, 32), 0.5, 6, groups, ends=ends, **how)
+        return [events.action.tolist(), events.block.tolist(), events.nbytes.tolist(), [*ends]]
+
+    repeated = found()
+    assert through == [True, False]
+    monkeypatch.setattr(_Run, "repeat", lambda run, _: run.step())
+    assert found() == repeated
+    assert len(through) == 6
 
 
 def test_blocks_in_turn_lie_behind_the_results_before_them_and_handles_may_be_there_before() -> None:

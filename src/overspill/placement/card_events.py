@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from overspill.capture.compiled.result_memory import scratch_in_pieces
@@ -55,6 +56,21 @@ def events_of(
     if ends is not None:
         ends += run.ends
     return found
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """What is there as a step begins: blocks of live tensors, the state or not, and how many blocks and rows so far."""
+
+    live: dict[int | str, list[int]]
+    has_state: bool
+    blocks: int
+    rows: int
+
+    def is_like(self, other: _Begin) -> bool:
+        """Return whether the same is there, in other blocks."""
+        sizes = ({key: len(blocks) for key, blocks in one.live.items()} for one in (self, other))
+        return self.has_state == other.has_state and next(sizes) == next(sizes)
 
 
 class _Run:
@@ -110,11 +126,32 @@ class _Run:
         self.take_model()
         if self.graph.whole_step:  # which makes the state itself, and not before it knows where it is to be
             self.take_state()
+        last = self.begin()
         for number in range(steps):
             self.is_first = number == 0
-            self.step()
+            begin = self.begin()
+            if number > 1 and begin.is_like(last):  # the first is like no other
+                self.repeat(last)
+            else:
+                self.step()
             self.ends.append(len(self.rows))
+            last = begin
         return Events.from_rows(self.rows)
+
+    def begin(self) -> _Begin:
+        """Return what is there now."""
+        return _Begin(dict(self.live), self.has_state, self.blocks, len(self.rows))
+
+    def repeat(self, last: _Begin) -> None:
+        """Add the events of the last step, which began like this one; the blocks that it made are made anew."""
+        made = self.blocks - last.blocks
+        # What was live then is now in these blocks.
+        pairs = ((blocks, self.live[key]) for key, blocks in last.live.items())
+        now = {then: block for one, other in pairs for then, block in zip(one, other, strict=True)}
+        events = self.rows[last.rows :]
+        self.rows += [(action, now.get(block, block + made), nbytes, 0) for action, block, nbytes, _ in events]
+        self.live = {key: [now.get(block, block + made) for block in blocks] for key, blocks in self.live.items()}
+        self.blocks += made
 
     def step(self) -> None:
         """Add the events of one step."""
