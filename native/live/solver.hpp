@@ -7,6 +7,7 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -40,6 +41,7 @@ struct Expected {
     bool takes(Bytes size) const { return size == nbytes || (varies() && size <= nbytes); }
     bool placed() const { return end != kUnknown && end != kLonger; }
     bool carried(std::size_t requests) const { return !placed() || static_cast<std::size_t>(end) > requests; }
+    bool operator==(const Expected&) const = default;
 };
 
 using Steps = std::vector<Expected>;
@@ -346,6 +348,28 @@ class StepSolver {
     std::vector<Bytes> nbytes_;
 };
 
+// The answer for a step that is simulated. Whoever looks for the memory that is enough for a job simulates the same steps
+// again and again, so the last answers are kept.
+inline Solution simulated(const Steps& expected) {
+    static constexpr std::size_t kKept = 8;
+    static std::mutex mutex;
+    static std::deque<std::pair<Steps, Solution>> kept;
+    const auto known = [&]() -> const Solution* {
+        for (const auto& [steps, answer] : kept)
+            if (steps == expected) return &answer;
+        return nullptr;
+    };
+    {
+        const std::lock_guard lock(mutex);
+        if (const Solution* answer = known()) return *answer;
+    }
+    Solution found = StepSolver(expected, false).solve();
+    const std::lock_guard lock(mutex);
+    if (known() == nullptr) kept.emplace_back(expected, found);
+    if (kept.size() > kKept) kept.pop_front();
+    return found;
+}
+
 // Solves one problem after the other: at once, or on a thread of its own.
 class Solver {
   public:
@@ -370,7 +394,7 @@ class Solver {
     std::int64_t ask(const Steps& expected) {
         const std::int64_t ticket = ++tickets_;
         if (!background_) {
-            answers_.push_back({ticket, StepSolver(expected, thorough_).solve()});
+            answers_.push_back({ticket, solved(expected)});
             return ticket;
         }
         const std::lock_guard lock(mutex_);
@@ -392,6 +416,10 @@ class Solver {
     }
 
   private:
+    Solution solved(const Steps& expected) const {
+        return thorough_ ? StepSolver(expected, true).solve() : simulated(expected);
+    }
+
     void work() {
         std::unique_lock lock(mutex_);
         while (true) {
@@ -401,7 +429,7 @@ class Solver {
             questions_.erase(questions_.begin());
             busy_ = true;
             lock.unlock();
-            Solution found = StepSolver(expected, thorough_).solve();
+            Solution found = solved(expected);
             lock.lock();
             busy_ = false;
             answers_.push_back({ticket, std::move(found)});

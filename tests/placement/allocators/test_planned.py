@@ -243,6 +243,29 @@ def test_what_is_carried_into_the_next_step_has_one_address_in_all_steps(seed: i
     assert allocator.reserved.now <= 1.1 * allocator.requested.peak + 4 * MIB
 
 
+def test_a_step_that_was_solved_before_has_the_addresses_that_it_had_then() -> None:
+    def addresses(step: list[Row]) -> list[int]:
+        allocator = PlannedAllocator(PlannedConfig(thorough=False))
+        oracle = Oracle(allocator)
+        for _ in range(5):
+            found = []
+            for allocates, block, nbytes, _ in step:
+                oracle.allocate(block, nbytes, 0) if allocates else oracle.free(block)
+                found += [oracle.live[block][0]] if allocates else []
+            allocator.mark_step()
+        assert allocator.counts.planned
+        return found
+
+    r = random.Random(11)
+    steps = [a_step(r, 60) for _ in range(10)]  # more than are kept
+    # Like the last, but for one block's size.
+    steps.append([(new, block, nbytes + 64 * MIB * (new and block == 30), at) for new, block, nbytes, at in steps[-1]])
+    found = [addresses(step) for step in steps]
+    assert len({*map(tuple, found)}) == len(steps)
+    assert [addresses(step) for step in steps] == found
+    assert [addresses(step) for step in reversed(steps)] == found[::-1]  # the last of them are kept
+
+
 def test_weights_that_come_and_go_across_steps_need_no_more_than_what_lives() -> None:
     # Weights leave after their forward and come back for their backward, two of three for longer than others.
     layers = range(48)
