@@ -21,6 +21,8 @@ from overspill.estimation.api import estimate
 from overspill.estimation.demand import survives
 from overspill.estimation.estimate import Estimate
 from overspill.estimation.peak import CATEGORIES
+from overspill.estimation.scaling import MOST_BATCH
+from overspill.report.estimate import estimate_page
 
 WIDE, DEEP, BATCH = 256, 4, 64
 WEIGHTS = DEEP * (WIDE * WIDE + WIDE) * 4
@@ -287,6 +289,14 @@ def test_the_largest_batch_fits_and_the_next_does_not(mebibytes: int, optimizer:
 
     assert best == 0 or fits(best)
     assert not fits(best + 1)
+
+
+def test_larger_batches_than_anybody_would_train_are_not_tried() -> None:
+    made = estimate(mlp, torch.empty(8, WIDE), mean, "sgd", device=small_gpu(4096))
+    assert made.scaling is not None
+    assert made.largest_batch == made.scaling.most == MOST_BATCH
+    (figure,) = (one for one in estimate_page(made).verdict.figures if one.label == "largest batch")
+    assert figure.value == f"{MOST_BATCH} or more"
 
 
 def test_a_model_that_does_not_fit_at_all_has_a_largest_batch_of_none() -> None:

@@ -210,7 +210,7 @@ class Figures:
 
     @cached_property
     def largest_batch(self) -> int | None:
-        """The largest batch that fits; 0 if none does.
+        """The largest batch that fits, or `scaling.most` if larger ones may; 0 if none does.
 
         It is verified by traces. None means that the job has no batch size.
         """

@@ -17,6 +17,9 @@ from overspill.placement.replay import minimum_capacity
 
 from .demand import Demand, demand_of, survives
 
+MOST_BATCH, MOST_TIMES = 4096, 64
+"""Up to which batch the largest is looked for, and up to how many times the job's own: a trace of some models takes
+time for each sample."""
 _LARGEST = 1 << 24
 _FAR = 1.1  # times the memory that one sample takes without a doubt, though not traced
 _REACH = 16  # how far above the border luck is looked for: so many batches, or this share of them
@@ -37,6 +40,11 @@ class Scaling:
     allocator_config: Any = None
     software: Software = field(default_factory=Software)
     traces: dict[int, Recording] = field(default_factory=dict)
+
+    @property
+    def most(self) -> int:
+        """Up to which batch the largest is looked for."""
+        return min(max(MOST_BATCH, MOST_TIMES * self.batch), _LARGEST)
 
     def on(self, device: Device) -> Scaling:
         """Return the same job on another device."""
@@ -89,7 +97,7 @@ class Scaling:
         return minimum_capacity(self.demand(batch).events, self.allocator, self.allocator_config) + outside_bytes
 
     def largest_batch(self, outside_bytes: int) -> int:
-        """Return the largest batch that fits, or 0 if not even one sample fits.
+        """Return the largest batch that fits, or 0 if not even one sample fits; `most` if that fits.
 
         The next batch size fails; both are verified. Between two traces of the same shape every size is assumed to grow
         linearly, which finds a candidate in milliseconds. Traces of the candidate and of its successor confirm their
@@ -102,7 +110,7 @@ class Scaling:
                 fits[batch] = self.fits(self.verified(batch, pair), outside_bytes)
             return fits[batch]
 
-        low, high = 0, _LARGEST  # the largest known to fit, the smallest known not to
+        low, high = 0, self.most + 1  # the largest known to fit, the smallest known not to, or not looked at
         pair = (self.batch, 2 * self.batch)
         step = 1
         while high - low > 1:
@@ -117,7 +125,7 @@ class Scaling:
                     step *= 2
             near = sorted(self.traces, key=lambda batch: min(abs(batch - low), abs(batch - high)))[:2]
             pair = (min(near), max(near))
-            if high - low == 1:
+            if high - low == 1 and low < self.most:
                 low, high = self._beyond(pair, low, high, outside_bytes, traced)
         return low
 
@@ -146,14 +154,15 @@ class Scaling:
         if expected is None:
             return low, high
         reach = max(_REACH, low // _REACH)
-        for batch in range(high + reach, high, -max(1, reach // _REACH)):
+        for batch in range(min(high + reach, self.most), high, -max(1, reach // _REACH)):
             if self.fits(expected(batch), outside_bytes) and traced(batch):
-                return batch, _LARGEST
+                return batch, self.most + 1
         return low, high
 
     def _candidate(self, pair: tuple[int, int], low: int, high: int, outside_bytes: int) -> int:
         """Return the largest batch in (low, high) expected to fit by the two traces of `pair`, or the next to it."""
-        fallback = 2 * low if high == _LARGEST and low else max(1, (low + high) // 2 if high < _LARGEST else self.batch)
+        unknown = high > self.most
+        fallback = 2 * low if unknown and low else max(1, self.batch if unknown else (low + high) // 2)
         fallback = min(max(fallback, low + 1), high - 1)
         # Without a line, halve the bracket.
         expected = self._interpolation(pair)
