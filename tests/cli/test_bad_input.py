@@ -214,10 +214,7 @@ def test_a_store_that_may_not_grow_ends_in_one_line_in_a_process_of_its_own(stor
                 ("detached", "error: the loss of nets:detached follows from no parameter that requires a gradient"),
             )
         ),
-        (
-            "breaks",
-            "the model does not compile to one graph, as `train` and `plan` need (Unsupported (nets.py, line 13): ",
-        ),
+        ("breaks", "the model does not compile to one graph, as a plan needs (Unsupported (nets.py, line 13): "),
     ],
 )
 def test_what_the_users_model_raises_is_said_to_be_the_models(

@@ -16,7 +16,7 @@ import overspill
 from overspill.capture.recording.recorder import Recorder
 from overspill.capture.virtual_gpu.record import record
 from overspill.capture.virtual_gpu.values import real_values
-from overspill.core.errors import RequestError
+from overspill.core.errors import RequestError, UnsupportedError
 from overspill.models import BuiltModel, load
 
 pytest.importorskip("transformers")
@@ -131,6 +131,10 @@ def test_all_images_of_a_batch_count_though_a_model_looks_for_padding_among_them
     monkeypatch.setattr(real_values, "_MOST", 1 << 12)  # as in a larger batch, whose masks are not kept
     kept = forward_bytes(lambda: load(name))
     assert kept[0] == pytest.approx(kept[1], rel=0.02)
+    with pytest.raises(UnsupportedError, match=r"modeling_smolvlm.py, line") as refused:  # which indexes by that
+        overspill.plan(name, batch=2)
+    assert len(str(refused.value).splitlines()) == 1
+    assert "overspill.compile" in str(refused.value)
 
 
 def forward_bytes(make: Callable[[], BuiltModel], batch: int = 4) -> tuple[int, int]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import overspill
 from overspill.core.errors import InfeasibleBudgetError, OverspillError, RequestError, is_out_of_memory, with_remedy
-from overspill.core.frames import in_package
+from overspill.core.user_code import OURS, first_line, is_a_librarys, last_place, no_single_graph, place_in, root
 
 WRONG_REQUEST = 2
 OUTSIDE_FAILURE = 3
@@ -26,9 +23,6 @@ _ARGUMENT = re.compile(
     r"""(?<![\w.])[\w.]+\([^()]*\)|(?<![\w.,:=/'"-])([a-z]+(?:_[a-z]+)*)=('[^']*'|"[^"]*"|[\w.%+-]*)"""
 )
 
-_PAPERS = find_spec("overspill_papers")
-_OURS = tuple(Path(file).parent for file in (overspill.__file__, _PAPERS and _PAPERS.origin) if file)
-_STANDARD = sysconfig.get_path("stdlib")
 # What these call and what fails in it is the model's: building it, calling it, its optimizer.
 _THE_MODELS_CALLERS = ("models/", "runtime/training.py", "runtime/compiled/compile.py", "runtime/tracker.py", "cli/")
 
@@ -51,7 +45,7 @@ def explain(error: Exception) -> Failure:
         return _on_purpose(error)
     if is_out_of_memory(error):
         advice = "a smaller --budget or --batch, or --store disk, takes less"
-        return Failure(f"memory ran out ({_first_line(error) or type(error).__name__}); {advice}", OUTSIDE_FAILURE)
+        return Failure(f"memory ran out ({first_line(error) or type(error).__name__}); {advice}", OUTSIDE_FAILURE)
     if _is_from_dynamo(error):
         return Failure(_compiler_said(error), WRONG_REQUEST)
     if _is_ours(error):
@@ -123,73 +117,37 @@ def _compiler_said(error: Exception) -> str:
 
     It is an exception of the model's own, or code that does not go into one graph.
     """
-    place = _place_in(str(error))
-    root = _root(error)
-    if not _is_from_dynamo(root):
-        return _model_raised(_named(root), place)
-    if raised := re.match(r"raised exception (\w+)\((.*)\)", str(root), re.DOTALL):  # Dynamo gives the repr alone
+    place = place_in(str(error))
+    first = root(error)
+    if not _is_from_dynamo(first):
+        return _model_raised(_named(first), place)
+    if raised := re.match(r"raised exception (\w+)\((.*)\)", str(first), re.DOTALL):  # Dynamo gives the repr alone
         name, argument = raised.groups()
         said = argument.strip(QUOTES).split(NEWLINE_IN_REPR)[0]
         return said if name == RequestError.__name__ else _model_raised(f"{name}: {said}", place)
-    explanation = re.search(r"Explanation: (.+)", str(error))
-    what = f"{_first_line(error)}: {explanation.group(1)}" if explanation else _first_line(error)
-    return (
-        f"the model does not compile to one graph, as `train` and `plan` need ({type(error).__name__}{place}: "
-        f"{what.rstrip('.')}); "
-        "overspill.compile(model, budget=...) in your own loop takes graph breaks"
-    )
+    return no_single_graph(error)
 
 
 def _model_raised(what: str, place: str) -> str:
     return f"the model's own code{place} raised {what}; {DEBUG_HINT}"
 
 
-def _root(error: BaseException) -> BaseException:
-    """Return the error at the end of the chain of causes."""
-    while (earlier := error.__cause__ or error.__context__) is not None:
-        error = earlier
-    return error
-
-
-def _place_in(message: str) -> str:
-    """Return the user's last line in `message`, as ` (net.py, line 6)`; empty for a built-in model."""
-    found = re.findall(r'File "(.+)", line (\d+)', message)
-    return next((_spell_place(path, line) for path, line in reversed(found) if _is_the_users(path)), "")
-
-
 def _traceback_place(error: Exception) -> str:
     """Return the user's last line that `error` passed."""
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    return next((_spell_place(f.filename, f.lineno or 0) for f in frames if _is_the_users(f.filename)), "")
-
-
-def _spell_place(path: str, line: str | int) -> str:
-    return f" ({Path(path).name}, line {line})"
-
-
-def _is_the_users(path: str) -> bool:
-    return not path.startswith((*map(str, _OURS), "<")) and not _is_a_librarys(path)
-
-
-def _is_a_librarys(path: str) -> bool:
-    return path.startswith(_STANDARD) or in_package(path)
+    return last_place([(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)])
 
 
 def _is_ours(error: Exception) -> bool:
     """Return whether Overspill, not the model, raised `error`, by the deepest frame outside of libraries."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        for root in _OURS:
-            if path.is_relative_to(root):
-                return not path.relative_to(root).as_posix().startswith(_THE_MODELS_CALLERS)
-        if not _is_a_librarys(frame.filename):
+        for folder in OURS:
+            if path.is_relative_to(folder):
+                return not path.relative_to(folder).as_posix().startswith(_THE_MODELS_CALLERS)
+        if not is_a_librarys(frame.filename):
             return False  # the user's file, or a graph that was generated from the model
     return True
 
 
 def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_first_line(error).rstrip('.')}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first_line(error).rstrip('.')}"

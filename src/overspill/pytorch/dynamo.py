@@ -30,6 +30,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoError  # an error inside Dynamo
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # what all its errors are
 from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError  # an op that fails on fake tensors
+from torch._dynamo.exc import Unsupported as Unsupported  # code that does not go into one graph
 from torch._dynamo.output_graph import OutputGraph as OutputGraph  # the graph that is being traced
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator  # the interpreter that traces

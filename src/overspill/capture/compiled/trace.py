@@ -14,17 +14,19 @@ from torch import Tensor, fx, nn
 
 from overspill.capture.layers import readable_path
 from overspill.core import TensorKind
-from overspill.core.errors import OverspillError
+from overspill.core.errors import OverspillError, UnsupportedError
 from overspill.core.garbage import deep_calls
 from overspill.core.progress import progress
+from overspill.core.user_code import is_graph_break, no_single_graph, place_in
 from overspill.pytorch.aot import aot_autograd
-from overspill.pytorch.dynamo import dynamo_config, reset_dynamo
+from overspill.pytorch.dynamo import Unsupported, dynamo_config, reset_dynamo
 from overspill.pytorch.storages import is_view
 
 from .casts import Casts
 from .graph import Captured, InputInfo, Surroundings, capture
 from .joint import JointGraph
 from .kernels import eager_kernels
+from .known_values import UnknownValue
 from .pieces import in_pieces
 
 
@@ -61,7 +63,7 @@ class _Traced(BaseException):
 def dynamo_graph(step: Callable[..., Any], batch: Sequence[Any]) -> DynamoGraph | None:
     """Return the graph of `step(*batch)`, or None if it has no ops.
 
-    Tensors are fake, inside their mode. Raises Dynamo's errors if the step is not a single graph.
+    Tensors are fake, inside their mode. Raises UnsupportedError if the step is not a single graph, and Dynamo's errors.
     """
     found: list[DynamoGraph] = []
     progress("capturing the model")
@@ -73,6 +75,10 @@ def dynamo_graph(step: Callable[..., Any], batch: Sequence[Any]) -> DynamoGraph 
     try:
         with dynamo_config.patch(allow_rnn=True), suppress(_Traced):
             torch.compile(step, backend=keep, dynamic=False, fullgraph=True)(*batch)
+    except Unsupported as error:
+        if is_graph_break(error):
+            raise UnsupportedError(no_single_graph(error)) from error
+        raise
     finally:
         reset_dynamo()  # Dynamo keeps what it compiled, and refuses the same class after some of them
     return found[0] if found else None
@@ -83,7 +89,7 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...]) -> JointOfStep:
     """Return the joint graph of one training step; `step(*batch)` returns the loss.
 
     Call this with a module and a batch of fake tensors, inside their FakeTensorMode: nothing is compiled or run. Raises
-    OverspillError if nothing requires a gradient, and Dynamo's errors if the module is not a single graph.
+    OverspillError if nothing requires a gradient or the module is not a single graph, and Dynamo's other errors.
     """
     found: list[JointGraph] = []
 
@@ -96,7 +102,12 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...]) -> JointOfStep:
         module, examples, inputs = traced
         progress("capturing backward")
         with eager_kernels() as casts, leaves_told(module, examples, casts), suppress(_Traced):
-            aot_autograd(fw_compiler=_as_it_stands, partition_fn=partition)(module, examples)
+            try:
+                aot_autograd(fw_compiler=_as_it_stands, partition_fn=partition)(module, examples)
+            except UnknownValue as error:  # torch.fx has added the model's lines to its message
+                if not (place := place_in(str(error), packages=True)):
+                    raise
+                raise UnknownValue(place, error.lines) from error
     if not found:
         model = getattr(step, "model", step)
         raise OverspillError(
