@@ -8,6 +8,7 @@ from bisect import bisect
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,12 +20,12 @@ from overspill.core.errors import InfeasibleBudgetError
 from overspill.core.units import parse_bytes
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.allocators.planned import LIVE, PlannedAllocator
-from overspill.placement.card import Card
+from overspill.placement.card import Card, _survives_on
 from overspill.placement.card_events import _Run, events_of
 from overspill.placement.events import ALLOCATE, EMPTY, FREE, Events
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import place_plan
-from overspill.placement.replay import replay
+from overspill.placement.replay import replay, replay_in_steps
 from overspill.planning.effort import EFFORT
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
@@ -459,6 +460,48 @@ def steps_apart(allocator: PlannedAllocator, events: Events, ends: list[int]) ->
             allocator.mark_step()
             retries.append(allocator.retries)
     return retries
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_that_is_enough_is_found_after_few_replays_where_it_is_likely_and_elsewhere_too(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = Random(seed)
+    step: list[tuple[int, int, int, int]] = []
+    live: list[int] = []
+    for block in range(150):
+        while len(live) > 40 or (live and r.random() < 0.45):
+            step.append((FREE, live.pop(r.randrange(len(live))), 0, 0))
+        step.append((ALLOCATE, block, r.randrange(2 * MIB, 90 * MIB), 0))
+        live.append(block)
+    step += [(FREE, block, 0, 0) for block in live]
+    replays: list[int] = []
+    monkeypatch.setattr(
+        "overspill.placement.card.replay_in_steps", lambda *of: (replays.append(1), replay_in_steps(*of))[1]
+    )
+
+    def found(likely: int | None) -> tuple[int, int]:
+        replays.clear()
+        events, ends = Events.from_rows(step * 6), [len(step) * number for number in range(1, 7)]
+        return _survives_on(events, ends, 0, likely), len(replays)
+
+    enough, most = found(None)
+    assert found(enough) == (enough, 2)
+    assert most > 2
+    assert {found(enough + by * MIB)[0] for by in (-enough // MIB, -40, -3, 3, 40, 2000)} == {enough}
+
+
+def test_a_search_looks_for_the_memory_of_all_plans_but_the_first_where_that_of_the_first_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card, graph = CARD.in_allocator, network([Layer((11 + 5 * (i % 5)) * MIB + 512) for i in range(16)])
+    likely: list[float | None] = []
+    placed = Card.placed
+    monkeypatch.setattr(Card, "placed", lambda card, plan: (likely.append(card.likely_share), placed(card, plan))[1])
+    planned(card.context_bytes + int(0.7 * unmanaged_peak(graph, DEVICE)), card, graph)
+    assert likely[0] is None
+    assert len({*likely[1:]}) == 1
+    assert likely[1] is not None
 
 
 def test_the_live_allocator_is_taken_only_where_pytorchs_costs_time() -> None:

@@ -99,6 +99,8 @@ class Card(Account):
     """Whether `overspill.allocator` has the blocks outside of an arena, at planned addresses, and not PyTorch's."""
     may_be_live: bool = False
     """Whether that allocator is tried too, where PyTorch's costs time: on a GPU that is not here."""
+    likely_share: float | None = None
+    """What that allocator is likely to take of a plan's live bytes: where its memory is looked for first."""
 
     @property
     def placed_by(self) -> str:
@@ -147,6 +149,10 @@ class Card(Account):
         """Whether the model may begin in host memory: on the card, if that fits and the user does not say."""
         return (False, True) if self.model_on_host is None else (self.model_on_host,)
 
+    def beside(self, plan: Plan) -> Card:
+        """Return the same, for plans that are much like `plan`, which was placed."""
+        return replace(self, likely_share=plan.taken_bytes / max(1, plan.peak_bytes)) if self.is_live else self
+
     def reserved_bytes(self, plan: Plan) -> int:
         """Return the most that the allocator takes from the device for `plan`, over the plan's first steps.
 
@@ -176,7 +182,8 @@ class Card(Account):
                 backwards=backwards, places=plan.places, used=used, model_on_host=plan.model_on_host, ends=ends,
             )  # fmt: skip
             if self.is_live:
-                found.append(_survives_on(events, ends, max(found, default=0)))
+                likely = None if self.likely_share is None else int(self.likely_share * plan.peak_bytes) - SPARE_BYTES
+                found.append(_survives_on(events, ends, max(found, default=0), likely))
                 continue
             for tie_break in TIE_BREAKS:
                 config = replace(self.config, tie_break=tie_break)
@@ -273,10 +280,10 @@ class Card(Account):
         return tuple(Amount(what, nbytes + self.context_bytes) for nbytes, what in taken if nbytes < reserved_bytes)
 
 
-def _survives_on(events: Events, ends: Sequence[int], at_least: int) -> int:
+def _survives_on(events: Events, ends: Sequence[int], at_least: int, likely: int | None) -> int:
     """Return the memory, found upwards from `at_least`, on which `overspill.allocator` serves steps with these `ends`.
 
-    It gives idle pages back in the first STEPS_LEARNING alone.
+    It gives idle pages back in the first STEPS_LEARNING alone. Near `likely` bytes it is looked for first.
     """
     requested = max(at_least, round_up(events.peak_requested_bytes, PAGE_BYTES))
     grain = round_up(requested // LIVE_GRAIN, PAGE_BYTES)
@@ -286,9 +293,18 @@ def _survives_on(events: Events, ends: Sequence[int], at_least: int) -> int:
         retries = replay_in_steps(allocator, events, ends)
         return retries is not None and len({*retries[STEPS_LEARNING - 1 :]}) == 1
 
-    too_few, enough = -1, 0 if at_least else LIKELY_GRAINS
+    enough, step = (0, 1) if at_least else (LIKELY_GRAINS, LIKELY_GRAINS + 1)
+    if likely is not None and not at_least and (likely - requested) // grain > LIKELY_GRAINS:
+        enough, step = (likely - requested) // grain, 1
+    # Outwards in growing steps, then by bisection.
+    too_few = -1
     while not survives(enough):
-        too_few, enough = enough, 2 * enough + 1
+        too_few, enough, step = enough, enough + step, 2 * step
+    while too_few < 0 <= enough - step:
+        if survives(enough - step):
+            enough, step = enough - step, 2 * step
+        else:
+            too_few = enough - step
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         too_few, enough = (too_few, middle) if survives(middle) else (middle, enough)

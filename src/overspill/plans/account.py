@@ -91,6 +91,11 @@ class Account:
         """Return `plan` with its blocks placed and the bytes that they take; it may be over any budget."""
         return plan
 
+    def beside(self, plan: Plan) -> Account:
+        """Return the same, for plans that are much like `plan`, which was placed; that is faster."""
+        del plan
+        return self
+
     def charged(self, plan: Plan, budget_bytes: int) -> Plan:
         """Return a placed plan with the figures that this account has of it, for a budget of `budget_bytes`."""
         return plan.for_budget(budget_bytes)

@@ -341,7 +341,10 @@ class _Search:
             plan = self.made(live_bytes, effort)
             if self._on_host and may_leave(plan.graph):
                 plan = replace(plan, model_on_host=True)
-            self._tried[live_bytes, effort] = self.account.placed(plan)
+            # By the first, which no thread makes while others do: so the answer does not depend on their order.
+            first = next(iter(self._tried.values()), None)
+            account = self.account if first is None else self.account.beside(first)
+            self._tried[live_bytes, effort] = account.placed(plan)
         return self._tried[live_bytes, effort]
 
 
