@@ -13,9 +13,9 @@ memory if it is not on the GPU; host memory is taken to be large enough for all 
 The rules are favoured: nothing is fragmented, no Python takes time, their updates go at the same rate as ours, and they
 have two blocks of gradients on the way at once. Where they clip gradients, they do not here.
 
-`results/tiers.json` has 1B in full on three GPUs, 1B with LoRA, 8B and 14B in full on an RTX 4090, and 8B in full for two
-rules on an H100. `--read` prints the geometric mean over these, and in how many rows `auto` is slower than each rule. All but
-1B and 14B in full on an RTX 4090 are from before `auto` took the lanes' bounds first. 32B, 70B and QLoRA have no rows yet.
+`results/tiers.json` has in full 1B and 8B on three GPUs, 14B on an RTX 4090, 32B on an H100 and 70B on a GH200; with LoRA 1B,
+8B and 70B on an RTX 4090 and 70B on an H100; with QLoRA 8B and 70B on an RTX 4090. `--read` prints the geometric mean over these, and in how many rows
+`auto` is slower than each rule. All were planned by a tenth of the usual effort, but 1B in full and with LoRA on an RTX 4090.
 """
 
 from __future__ import annotations
