@@ -149,7 +149,7 @@ class Card(Account):
         """Whether the model may begin in host memory: on the card, if that fits and the user does not say."""
         return (False, True) if self.model_on_host is None else (self.model_on_host,)
 
-    def beside(self, plan: Plan) -> Card:
+    def with_likely(self, plan: Plan) -> Card:
         """Return the same, for plans that are much like `plan`, which was placed."""
         return replace(self, likely_share=plan.taken_bytes / max(1, plan.peak_bytes)) if self.is_live else self
 

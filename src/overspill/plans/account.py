@@ -91,7 +91,7 @@ class Account:
         """Return `plan` with its blocks placed and the bytes that they take; it may be over any budget."""
         return plan
 
-    def beside(self, plan: Plan) -> Account:
+    def with_likely(self, plan: Plan) -> Account:
         """Return the same, for plans that are much like `plan`, which was placed; that is faster."""
         del plan
         return self

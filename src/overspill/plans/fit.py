@@ -343,7 +343,7 @@ class _Search:
                 plan = replace(plan, model_on_host=True)
             # By the first, which no thread makes while others do: so the answer does not depend on their order.
             first = next(iter(self._tried.values()), None)
-            account = self.account if first is None else self.account.beside(first)
+            account = self.account if first is None else self.account.with_likely(first)
             self._tried[live_bytes, effort] = account.placed(plan)
         return self._tried[live_bytes, effort]
 

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from overspill.core import Device, Verb
-from overspill.core.beside import Beside, can_fork
 from overspill.core.budget import Budget
 from overspill.core.errors import InfeasibleBudgetError, OverspillError
+from overspill.core.forked import Forked, can_fork
 from overspill.core.garbage import without_collection
 from overspill.costs import op_seconds
 from overspill.costs.scratch import Software
@@ -59,7 +59,7 @@ class Unplanned:
 
 Found = tuple[list[Advice], list[tuple[str, str]]]
 """Advice, and what was in vain, with the reason."""
-Planning = Beside[Unplanned, Found]
+Planning = Forked[Unplanned, Found]
 """Plans that are made beside the estimate that they need."""
 
 
@@ -99,7 +99,7 @@ def planning(job: Job, device: Device, software: Software) -> Iterator[Planning 
     if isinstance(job.model, (Script, Source)) or not (can_fork() and _can_plan(job)):
         yield None
         return
-    with Beside(partial(_planned, job, device, software)) as under_way:
+    with Forked(partial(_planned, job, device, software)) as under_way:
         yield under_way
 
 

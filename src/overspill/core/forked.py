@@ -24,7 +24,7 @@ def can_fork() -> bool:
     return hasattr(os, "fork") and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
 
 
-class Beside(Generic[A, R]):
+class Forked(Generic[A, R]):
     """A context in whose copy of this process `work(ask)` runs; what it calls `ask` for comes by `result`.
 
     The copy has the calling thread alone, and no context variables. It ends with the context at the latest.
