@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from overspill.core.progress import progress, progress_to, shown_in_terminal, tell_terminal
+from overspill.core.progress import progress, progress_to, progress_under, shown_in_terminal, tell_terminal
 
 
 class Screen(io.StringIO):
@@ -23,6 +23,8 @@ def work() -> None:
     tell_terminal("no budget")
     with shown_in_terminal("planning"), shown_in_terminal("within it"):
         progress("a plan")
+        with progress_under("none"):
+            progress("another")
 
 
 def test_a_terminal_shows_what_is_done_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +33,7 @@ def test_a_terminal_shows_what_is_done_until_it_is_done(monkeypatch: pytest.Monk
     lines = screen.getvalue().replace("\x1b[K", "").split("\r")
     assert [line for line in lines if line] == [
         "overspill: no budget\n", "overspill: planning", "overspill: planning: a plan",
+        "overspill: planning: none", "overspill: planning: none: another",
     ]  # fmt: skip
     assert screen.getvalue().endswith("\r\x1b[K")
 
@@ -50,7 +53,7 @@ def test_others_have_no_such_line(
     else:
         work()
     assert screen.getvalue() == ""
-    assert told == (["a plan"] if by_command else [])
+    assert told == (["a plan", "none", "none: another"] if by_command else [])
 
 
 def test_long_work_without_a_terminal_logs_one_line(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overspill.core.errors import RequestError
-from overspill.core.units import format_bytes, format_seconds, is_share, parse_bytes, size_between
+from overspill.core.units import format_bytes, format_seconds, is_share, parse_bytes, size_between, size_enough
 
 
 @pytest.mark.parametrize(
@@ -122,3 +122,11 @@ def test_a_time_is_written_in_the_unit_that_suits_it(seconds: float, text: str) 
 def test_a_size_between_two_is_as_short_as_it_can_be(least: int, most: int, text: str) -> None:
     assert size_between(least, most) == text
     assert least <= parse_bytes(text) <= most
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(551 << 20, "551MiB"), ((551 << 20) + 1, "552MiB"), (11_960_000, "11.5MiB"), (999, "999B")]
+)
+def test_a_size_that_is_enough_is_short_and_little_more(nbytes: int, text: str) -> None:
+    assert size_enough(nbytes) == text
+    assert nbytes <= parse_bytes(text) <= 1.01 * nbytes

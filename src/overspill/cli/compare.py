@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from overspill.core.errors import RequestError
-from overspill.core.units import format_bytes, format_seconds
+from overspill.core.units import format_bytes, format_seconds, size_enough
 from overspill.job import Job
 
 from . import complete
@@ -222,7 +222,7 @@ def _outcome(
     if least is not None:
         message += f"; {least[1]} needs the least, {format_bytes(least[0])}"
         enough = device.index is None or least[0] <= device.memory_bytes
-        message += f"; --budget {least[0]} would do" if enough else f", more than {device.name} has"
+        message += f"; --budget {size_enough(least[0])} would do" if enough else f", more than {device.name} has"
     if (other := rows.instead) is not None and other.plan is not None:
         message += (
             f"; {other.policy} fits in its pool, {other.pool}, and takes {format_seconds(other.plan.step_seconds)}"

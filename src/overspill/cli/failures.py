@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.core.errors import InfeasibleBudgetError, OverspillError, RequestError, is_out_of_memory, with_remedy
+from overspill.core.units import size_enough
 from overspill.core.user_code import OURS, first_line, is_a_librarys, last_place, no_single_graph, place_in, root
 
 WRONG_REQUEST = 2
@@ -82,11 +83,10 @@ def _on_purpose(error: OverspillError) -> Failure:
         "cause": error.cause,
         "feasible": False,
     }
-    would_do = f"budget={error.floor_bytes} would do"
+    would_do = f'budget="{size_enough(error.floor_bytes)}" would do'
     if error.most_bytes is not None and error.floor_bytes > error.most_bytes:
         would_do = "no budget on this GPU would do"
-    is_said = any(said in message for said in (would_do, f'budget="{error.floor_bytes}B" would do'))
-    return Failure(message if is_said else with_remedy(message, would_do), error.exit_code, floor)
+    return Failure(message if would_do in message else with_remedy(message, would_do), error.exit_code, floor)
 
 
 def _without_frames(message: str) -> str:

@@ -38,6 +38,17 @@ def progress(text: str) -> None:
 
 
 @contextmanager
+def progress_under(what: str) -> Iterator[None]:
+    """Put `what` before all that work inside the block says of its progress, and say it at once."""
+    if (tell := _TOLD.get()) is None:
+        yield
+        return
+    tell(what)
+    with progress_to(lambda now: tell(f"{what}: {now}")):
+        yield
+
+
+@contextmanager
 def shown_in_terminal(what: str) -> Iterator[None]:
     """Show `what` and the progress of work inside the block as one line of a terminal, which vanishes in the end.
 

@@ -89,6 +89,11 @@ def size_between(least: int, most: int) -> str:
     return f"{most}B"
 
 
+def size_enough(nbytes: int) -> str:
+    """Return a short size in MiB that is enough for `nbytes`, and at most a hundredth more; bytes below 1 MiB."""
+    return size_between(nbytes, nbytes + min(2**20 - 1, nbytes // 100)) if nbytes >= 2**20 else f"{nbytes}B"
+
+
 def _one_decimal(size: float) -> str:
     return f"{floor(10 * size + 0.5) / 10:.1f}"
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from overspill.capture.compiled.graph import REST, UPDATE
 from overspill.core.errors import InfeasibleBudgetError, OverspillError
+from overspill.core.units import size_enough
 
 # `core` does without torch, so the error gets this base where torch is there. It is a RuntimeError itself.
 InfeasibleBudgetError.__bases__ = (OverspillError, torch.OutOfMemoryError)
@@ -45,8 +46,7 @@ def infeasible_for(
                 "; it is set aside for the loss outside of the model: compute that inside, or say what it takes with "
                 "reserve="
             )
-        least = str(error.floor_bytes) if error.floor_bytes >= 1 << 20 else f'"{error.floor_bytes}B"'
-        would_do = f"budget={least} would do"
+        would_do = f'budget="{size_enough(error.floor_bytes)}" would do'
         if whole_step:
             would_do += " for steps on such inputs"
         elif what == "training":

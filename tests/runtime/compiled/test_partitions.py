@@ -22,6 +22,7 @@ import overspill
 from overspill.capture.compiled.graph import Captured
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudgetError
+from overspill.core.progress import progress_to
 from overspill.plans.fit import Fit
 from overspill.plans.plan import Plan
 from overspill.pytorch.inductor import work_kept
@@ -155,10 +156,14 @@ def test_where_no_partition_has_a_plan_the_least_floor_is_named(hopeless: bool, 
 
         return fake_fit(of, plan, None, floor_bytes if hopeless else None)
 
-    with pytest.raises(InfeasibleBudgetError) as found:
+    said: list[tuple[str, int]] = []
+    with pytest.raises(InfeasibleBudgetError) as found, progress_to(lambda now: said.append((now, len(made)))):
         Partitioned(map(captured, (1.0, 0.3, 0.7, 0.35))).best_plan(search)
     assert found.value.floor_bytes == 35, "0.3 needs 40 when it is placed"
     assert sorted(made) == worked_out
+    # A bound is known before any plan, where none can fit.
+    least, plans = (30, 0) if hopeless else (35, len(made))
+    assert said == [(f"no plan takes less than {least} B; looking for a budget that works", plans)]
 
 
 @pytest.mark.long

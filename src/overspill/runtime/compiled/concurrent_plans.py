@@ -16,7 +16,7 @@ from overspill.capture.compiled.graph import InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph, storage_bytes
 from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudgetError
-from overspill.core.units import format_bytes
+from overspill.core.units import format_bytes, size_enough
 from overspill.planning.floor import retained_bytes
 from overspill.planning.gaps import may_move, swappable_gaps
 from overspill.planning.step_program import StepProgram
@@ -243,12 +243,13 @@ class Settlement:
 
     def _too_small(self, budget: int, least_budget: int) -> InfeasibleBudgetError:
         calls = max(sum(others.values()) for others in self.beside.values()) + 1
+        floor_bytes = max(least_budget, budget + 1)
         return InfeasibleBudgetError(
             f"infeasible: {calls} calls wait for their backward at once, and what they keep does not fit beside one "
-            f"another in {format_bytes(budget)}; {least_budget} bytes would do, or one call with the inputs stacked, "
-            "or overspill.train_step",
+            f'another in {format_bytes(budget)}; budget="{size_enough(floor_bytes)}" would do, or one call with the '
+            "inputs stacked, or overspill.train_step",
             budget_bytes=budget,
-            floor_bytes=max(least_budget, budget + 1),
+            floor_bytes=floor_bytes,
             cause=f"what {calls} calls keep for their backward at once",
         )
 

@@ -24,6 +24,8 @@ from overspill.capture.compiled.cut_step import CapturedCutStep
 from overspill.capture.compiled.graph import Captured
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudgetError
+from overspill.core.progress import progress_under
+from overspill.core.units import format_bytes
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.plans.account import Account
 from overspill.plans.fit import NEAR, Fit
@@ -160,9 +162,13 @@ class _Refusals:
 
     def least(self) -> InfeasibleBudgetError:
         """Return the refusal with the least floor. It is not kept: its traceback will keep the caller's frame."""
-        for below, found in sorted(self._hopeless, key=itemgetter(0)):
-            if self._least is None or below < self._least.floor_bytes:
-                self._worked_out(found)
+        hopeless = sorted(self._hopeless, key=itemgetter(0))
+        known = [below for below, _ in hopeless] + ([] if self._least is None else [self._least.floor_bytes])
+        # It is known long before a budget that works.
+        with progress_under(f"no plan takes less than {format_bytes(min(known))}; looking for a budget that works"):
+            for below, found in hopeless:
+                if self._least is None or below < self._least.floor_bytes:
+                    self._worked_out(found)
         least, self._least = self._least, None
         assert least is not None
         return least
