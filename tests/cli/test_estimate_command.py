@@ -65,6 +65,19 @@ def test_what_fits_says_so_first(overspill: Overspill) -> None:
     assert done.out.splitlines()[2].startswith("Fits: alexnet, batch 2, takes ")
 
 
+def test_with_a_store_each_place_has_its_bytes(overspill: Overspill) -> None:
+    command = "estimate alexnet --small --batch 2 --optimizer adamw --store pinned+disk --host-budget 64KiB"
+    done = overspill(f"{command} --report page.html --json")
+    found = done.answer["in_store"]
+    assert found["host_bytes"] == 1 << 16
+    assert found["kept_bytes"] == 0
+    assert found["loop"]["disk_bytes"] == found["state_bytes"] - (1 << 16)
+    assert found["loop"]["disk_bytes"] > found["whole_step"]["disk_bytes"] > 0
+    assert "optimizer state in the store" in Path("page.html").read_text(encoding="utf-8")
+    assert re.search(r"\n +with train_step +[\d.]+ KiB", overspill(f"{command} --gpu t4").out) is None
+    assert re.search(r"\n +with train_step +[\d.]+ KiB", overspill(command).out)
+
+
 def test_inference_takes_less_than_training(overspill: Overspill) -> None:
     training = overspill("estimate alexnet --small --batch 8 --json").answer
     inference = overspill("estimate alexnet --small --batch 8 --inference --json").answer
@@ -134,6 +147,9 @@ def test_other_allocators_take_at_least_what_is_requested(overspill: Overspill, 
         ("gpt2 --batch 1 --gpus 2 --parallel ring", "kinds: ddp, fsdp, horovod, tp, pp, zero1, zero2, zero3"),
         ("gpt2 --batch 1 --compiled --checkpointing", "checkpointing: estimated of eager PyTorch alone"),
         ("--script nets.py --lora 8", "--lora: for a model, and a script has its own way to train"),
+        ("resnet50 --batch 1 --host-budget 1GiB", "add --store"),
+        ("resnet50 --batch 1 --store host+disk --host-budget 1GiB", "use --store pinned or --store pinned+disk"),
+        ("resnet50 --batch 1 --store pinned+disk", "how much host memory"),
         ("--script nowhere.py", "nowhere.py"),
         ("--script nets.py --batch 3", "--batch"),
     ],
@@ -179,12 +195,13 @@ def test_a_job_that_needs_more_than_is_allowed_has_exit_code_1(overspill: Oversp
 
 
 def test_a_line_to_paste_is_of_the_same_job() -> None:
-    words = "estimate --script 'a b.py' --gpu t4 --report x.html --json --max=3GiB --compiled -- --report y"
+    words = "estimate --script 'a b.py' --gpu t4 --store pinned+disk --host-budget=1GiB --report x.html --json --max=3GiB --compiled -- --report y"
     token = ARGUMENTS.set(shlex.split(words))
     try:
         assert (
             same_job("plan", "--budget", "50%")
-            == "overspill plan --script 'a b.py' --gpu t4 --budget 50% -- --report y"
+            == "overspill plan --script 'a b.py' --gpu t4 --store pinned+disk --host-budget=1GiB --budget 50% -- --report y"
         )
+        assert same_job("advise") == "overspill advise --script 'a b.py' --gpu t4 -- --report y"
     finally:
         ARGUMENTS.reset(token)

@@ -105,6 +105,8 @@ _OF_THE_ANSWER = dict.fromkeys(("--json", "--verbose", "--compiled"), False) | d
 )
 _OF_THE_ANSWER |= dict.fromkeys(("--policies", "--placers", "--points"), True)
 """Options that are not of a job, and whether a value follows."""
+_OF_A_STORE = dict.fromkeys(("--store", "--host-budget", "--disk-bandwidth"), True)
+"""Such options that `advise` does not take."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def same_job(command: str, *more: str) -> str:
     words = list(ARGUMENTS.get())
     script = words[words.index("--") :] if "--" in words else []
     left_out = _OF_THE_ANSWER | dict.fromkeys((word for word in more if word.startswith("--")), True)
+    left_out |= _OF_A_STORE if command == "advise" else {}
     kept: list[str] = []
     ours = iter(words[1 : len(words) - len(script)])
     for word in ours:

@@ -16,9 +16,12 @@ from overspill.job.source import Source
 from . import complete
 from .common import (
     AsJson,
+    DiskBandwidth,
+    HostBudget,
     Narrator,
     Outcome,
     ReportFile,
+    StoreName,
     check_report,
     check_writable,
     narrate,
@@ -31,6 +34,7 @@ from .job import with_job
 from .software import Cuda, Torch
 
 if TYPE_CHECKING:
+    from overspill.core import Device
     from overspill.estimation import Estimate
     from overspill.estimation.api import Setting
     from overspill.plans.plan import Plan
@@ -91,6 +95,9 @@ def estimate(
     compiled: Compiled = False,
     budget: Within = None,
     most: Most = None,
+    store: StoreName = None,
+    host_budget: HostBudget = None,
+    disk_bandwidth: DiskBandwidth = None,
     json: AsJson = False,
 ) -> Outcome:
     """Estimate the memory of training a model, or of a script: does it fit, what takes the space, what would fit."""
@@ -108,6 +115,7 @@ def estimate(
         quiet_torch()
         from overspill.estimation.api import DEFAULT_DEVICE, Setting
         from overspill.estimation.frameworks import FRAMEWORKS
+        from overspill.estimation.state_in_store import state_in_store
         from overspill.report.estimate import estimate_answer, estimate_page
 
         if isinstance(job.model, Source):
@@ -116,7 +124,9 @@ def estimate(
         card = DEFAULT_DEVICE if gpu is None else gpu
         placer = job.allocator if allocator is None else allocator
         setting = Setting.of(card, placer, allocator_config, torch, cuda)
+        below = _with_store(setting, store, host_budget, disk_bandwidth)
         made, request = estimated(job, setting, narrator, compiled=compiled, quiet=json)
+        stored = None if below is None else state_in_store(made, below, fills=gpu is not None)
         within = None
         if limit is not None:
             narrator.now(f"planning {job.name} as torch.compile has it")
@@ -132,8 +142,10 @@ def estimate(
         is_over = most_bytes is not None and taken.minimum_capacity_bytes > most_bytes
         # Files, then the verdict.
         asked = gpu is not None
-        answer = estimate_answer(request, made, gpu=setting.device.name if asked else None, within=within)
-        page = estimate_page(made, asked=asked, within=within, then=_next(made, job, asked=asked, is_over=is_over))
+        name = setting.device.name if asked else None
+        answer = estimate_answer(request, made, gpu=name, within=within, stored=stored)
+        then = _next(made, job, asked=asked, is_over=is_over)
+        page = estimate_page(made, asked=asked, within=within, stored=stored, then=then)
         if snapshot is not None:
             made.save_snapshot(snapshot)
             narrator.line(f"saved {snapshot}: open it at https://pytorch.org/memory_viz")
@@ -143,6 +155,24 @@ def estimate(
         complaint = f"it needs {', more than --max '.join(format_apart(taken.minimum_capacity_bytes, most_bytes))}"
     code = 0 if fits and not complaint and not isinstance(within, InfeasibleBudgetError) else 1
     return of_page(answer, page, {"report": report}, code, complaint)
+
+
+def _with_store(
+    setting: Setting, store: str | None, host_budget: str | None, disk_bandwidth: str | None
+) -> Device | None:
+    """Return the device with the host memory and the disk of the store that was named; None if none was.
+
+    Raises RequestError.
+    """
+    from overspill.runtime.hardware import as_absent, with_disk
+    from overspill.runtime.options import Options
+    from overspill.runtime.transfer.registry import store_for
+
+    options = Options(store=store, host_budget=host_budget, disk_bandwidth=disk_bandwidth)
+    if store is None:
+        return None
+    store_for(store, setting.device.kind)
+    return with_disk(as_absent(setting.device, setting.software), options)
 
 
 def _next(made: Estimate, job: Job, *, asked: bool, is_over: bool) -> PasteLine | None:

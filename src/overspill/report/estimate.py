@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import numpy as np
 from overspill.capture.recording.recording import Allocation
 from overspill.core import Device, TensorKind
 from overspill.core.errors import InfeasibleBudgetError
-from overspill.core.units import format_bytes
+from overspill.core.units import format_bytes, format_seconds
 from overspill.costs.precision import emulates
 from overspill.estimation import Estimate
 from overspill.estimation.figures import Figures
 from overspill.estimation.peak import kind_of
+from overspill.estimation.state_in_store import DiskShare, StateInStore
 from overspill.estimation.unspecified import Unspecified
 from overspill.plans.plan import Plan
 
@@ -35,12 +37,14 @@ def estimate_page(
     *,
     asked: bool = True,
     within: Plan | InfeasibleBudgetError | None = None,
+    stored: StateInStore | None = None,
     then: PasteLine | None = None,
 ) -> Page:
     """Return the page of an estimate.
 
     `asked` is whether the user named a device; the page has a verdict only then. `within` is the plan of the compiled
-    step within a budget, or why no plan exists. `then` is what to do next.
+    step within a budget, or why no plan exists. `stored` is what each place takes with its state in a store. `then` is
+    what to do next.
     """
     changes = made.changes if asked else ()
     batch = "" if made.batch is None else f", batch {made.batch}"
@@ -49,6 +53,7 @@ def estimate_page(
         estimate_verdict(made, tuple(_further(made, within, asked=asked)), asked=asked),
         (
             *([changes_table([sized(c, made.device.memory_bytes) for c in changes])] if changes else []),
+            *([] if stored is None else [_places(stored)]),
             lambda: (_step(made),),
             parts_table(made),
             _layers(made),
@@ -154,6 +159,32 @@ def _further(made: Estimate, within: Plan | InfeasibleBudgetError | None, *, ask
             f"feasible at {peak} (unmanaged: {unmanaged}), simulated step {within.slowdown:.2f} times the unmanaged one"
         )
         yield Figure("  within a budget", format_bytes(within.budget_bytes), f"of tensors: {feasible}")
+
+
+def _places(stored: StateInStore) -> Table:
+    """Return what each place takes with weights, gradients and optimizer state in a store."""
+    loop, whole = stored.loop, stored.whole_step
+    kept = f"; {format_bytes(stored.kept_bytes)} more can stay" if stored.kept_bytes else ""
+    rows = [
+        ("device", stored.device_bytes, f"activations stay, state comes for the ops that use it{kept}"),
+        ("  at least", stored.least_device_bytes, "for the largest op or update alone"),
+        ("host memory", stored.host_bytes, f"of {format_bytes(stored.state_bytes)} of state"),
+    ]
+    if loop.disk_bytes:
+        rows.append(("disk", loop.disk_bytes, _busy(loop)))
+        fewer = f"which need not hold {format_bytes(stored.gradient_bytes)} of gradients"
+        rows.append(("  with train_step", whole.disk_bytes, f"{_busy(whole)}; {fewer}"))
+    return Table(
+        "With weights, gradients and optimizer state in the store",
+        (Column("where"), Column("bytes", Unit.BYTES), Column("what")),
+        tuple(rows),
+        "About so, without a plan; `overspill plan` says what a step takes, and how long.",
+    )
+
+
+def _busy(share: DiskShare) -> str:
+    """Return what a step writes to the disk, and the least that the disk is busy for."""
+    return f"{format_bytes(share.written_bytes)} written in each step, at least {format_seconds(share.seconds)}"
 
 
 def _stages(peaks: Mapping[int, int], count: int) -> Figure:
@@ -308,7 +339,12 @@ def _step(made: Figures) -> Step:
 
 
 def estimate_answer(
-    request: dict[str, Any], made: Estimate, *, gpu: str | None, within: Plan | InfeasibleBudgetError | None
+    request: dict[str, Any],
+    made: Estimate,
+    *,
+    gpu: str | None,
+    within: Plan | InfeasibleBudgetError | None,
+    stored: StateInStore | None,
 ) -> dict[str, Any]:
     """Return the JSON object of an estimate.
 
@@ -335,6 +371,7 @@ def estimate_answer(
         "peak_tensors": [_tensor_answer(made, position) for position in peak.largest],
         # Other batches, GPUs and changes.
         "host_bytes": made.recording.host_bytes,
+        "in_store": None if stored is None else asdict(stored),
         "largest_batch": made.largest_batch if asked else None,
         "stages": [{"stage": stage + 1, "peak_requested_bytes": nbytes} for stage, nbytes in made.stages.items()],
         "fitting_gpus": list(made.gpus),

@@ -24,6 +24,18 @@ def has_tiers(name: str | None) -> bool:
     return name is not None and issubclass(STORES.named(name), TieredStore)
 
 
+def store_for(name: str | None, device_type: str) -> type[Store]:
+    """Return the store called `name`, or the default one, for tensors on such a device. Raises RequestError."""
+    chosen = STORES.named(name or _USUAL[device_type])
+    if chosen.device_type != device_type:
+        others = " or ".join(f"--store {n}" for n, store in STORES.items() if store.device_type == device_type)
+        serves, here = (("CPU", "CUDA"), ("CUDA", "CPU"))[device_type == "cpu"]
+        raise RequestError(
+            f"the {chosen.name} store is for tensors on a {serves} device, and here is a {here} device; use {others}"
+        )
+    return chosen
+
+
 def make_store(
     name: str | None, device: torch.device, directory: Directories = None, host_bytes: int | None = None
 ) -> Store:
@@ -32,16 +44,9 @@ def make_store(
     The default is disk on the CPU, pinned memory on CUDA. `host_bytes` are for a store with a disk below host memory.
     Raises RequestError for a store that does not exist or does not fit the device.
     """
-    chosen = STORES.named(name or _USUAL[device.type])
+    chosen = store_for(name, device.type)
     if directory is not None and not chosen.takes_directory:
         raise RequestError(f"--store-dir is for the disk store, not for {chosen.name!r}; leave it out")
-    # Name the stores that would fit.
-    if chosen.device_type != device.type:
-        others = " or ".join(f"--store {n}" for n, store in STORES.items() if store.device_type == device.type)
-        serves, here = (("CPU", "CUDA"), ("CUDA", "CPU"))[device.type == "cpu"]
-        raise RequestError(
-            f"the {chosen.name} store is for tensors on a {serves} device, and here is a {here} device; use {others}"
-        )
     if issubclass(chosen, TieredStore):
         return chosen(directory, host_bytes)
     one, *more = directories_of(directory)
