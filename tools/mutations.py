@@ -244,7 +244,7 @@ MUTATIONS = (
         "runtime/step/call.py",
         "run, is_short = call.run, is_out_of_memory(error)",
         "run, is_short = call.run, False",
-        ("tests/runtime/step/test_crash.py",),
+        ("tests/runtime/step/test_faults.py",),
     ),
     Mutation(
         "an update that was stopped half-way is done again",

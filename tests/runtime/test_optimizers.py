@@ -18,6 +18,7 @@ from overspill.runtime import optimizers
 from overspill.runtime.optimizers import OptimizerNeeds, find_optimizers, optimizer_needs, unwrapped
 from overspill.runtime.options import Options
 from overspill.runtime.preview import step_of
+from overspill.runtime.step.trials import Trials
 from overspill.runtime.tracker import LiveBytes
 
 optim = torch.optim
@@ -97,6 +98,27 @@ def test_the_state_is_foretold_for_other_dtypes(name: str, dtype: torch.dtype) -
     optimizer = OPTIMIZERS[name](parameters(SHAPES["a small network"], dtype))
     foretold = optimizer_needs([optimizer])
     assert foretold.state_bytes == real_needs(optimizer).state_bytes
+
+
+@pytest.mark.parametrize(
+    "make", [optim.RAdam, lambda p: optim.Adamax(p, foreach=True), type("AnotherRAdam", (optim.RAdam,), {})]
+)
+def test_what_is_tried_while_a_model_is_compiled_is_the_eager_step(make: Make) -> None:
+    model = torch.nn.Linear(8, 8)
+    optimizer, found = make(model.parameters()), []
+
+    def tried() -> None:
+        optimizers._MEASURED.clear()
+        (trials := Trials(optimizer)).look_again()
+        found.append((optimizer_needs([optimizer]), [tiny.peak_bytes for tiny in trials._apart], trials.why_together))
+
+    def backend(graph: Any, _: Any) -> Any:
+        tried()
+        return graph
+
+    tried()
+    torch.compile(model, backend=backend)(torch.ones(2, 8))
+    assert found[0] == found[1]
 
 
 def test_groups_with_settings_of_their_own_add_up() -> None:

@@ -50,6 +50,10 @@ CALLBACK = Target(torch._dynamo.eval_frame, "_callback_from_stance")
 """What compiles a call, None for nothing."""
 FULLGRAPH_COUNT = Target(torch._dynamo.eval_frame, "set_fullgraph_compiled_frame_count")
 """What counts compiled frames for `fullgraph=True`, which wants one; since 2.12."""
+IS_COMPILING = Target(torch.compiler, "_is_compiling_flag")
+"""What `is_compiling()` returns, in all threads; since 2.13 it is set while Dynamo compiles."""
+compile_lock = torch._dynamo.convert_frame.compile_lock
+"""What a thread holds while Dynamo compiles in it."""
 innermost_backend = torch._dynamo.eval_frame.innermost_backend
 """The backend within the wrappers around it."""
 hooks_of = operator.attrgetter("hooks")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from overspill.capture.compiled.compiling import as_eager
 from overspill.pytorch.fake_tensors import FakeTensorMode
 from overspill.pytorch.optimizers import (
     BY_SCHEDULER,
@@ -145,7 +146,7 @@ def tried(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[T
         raise ValueError(f"it keeps a {outside.unknown}")
     outside.hide_states()
     try:
-        with lent(optimizer, {number: parameters}):
+        with as_eager(), lent(optimizer, {number: parameters}):
             optimizer.param_groups[number].update({key: v for key, v in group.items() if key != "params"})
             yield
     finally:

@@ -238,6 +238,24 @@ def test_an_op_that_fails_before_any_update_undoes_the_step() -> None:
     pair.assert_same()
 
 
+def test_a_step_that_runs_out_of_memory_when_only_buffers_have_changed_goes_on(store: Flaky) -> None:
+    pair = Pair(Cnn)
+    pair.train(2)
+    mean = pair.model.body[1].running_mean
+    before = mean.clone()
+    pair.seed += 1
+    torch.manual_seed(pair.seed)
+    expected = pair.plain(*pair.inputs)
+    torch.manual_seed(pair.seed)
+    store.fail(10, error=MemoryError())
+    with pytest.raises(StoreError, match="host memory"):
+        pair.step(*pair.inputs)
+    assert not same_bits(mean, before)
+    assert not pair.step._underway.call.run.changed  # type: ignore[union-attr]
+    assert same_bits(pair.step.resume(), expected)
+    pair.assert_same()
+
+
 def test_another_error_after_an_update_leaves_the_step_unfinished(store: Flaky) -> None:
     pair = Pair(Mlp)
     pair.train(2)

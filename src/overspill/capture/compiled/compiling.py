@@ -15,7 +15,14 @@ from unittest.mock import patch
 
 import torch
 
-from overspill.pytorch.dynamo import CALLBACK, FULLGRAPH_COUNT, dynamo_config, tracing_state_functions
+from overspill.pytorch.dynamo import (
+    CALLBACK,
+    FULLGRAPH_COUNT,
+    IS_COMPILING,
+    compile_lock,
+    dynamo_config,
+    tracing_state_functions,
+)
 from overspill.pytorch.graphs import IS_FX_TRACING
 from overspill.pytorch.patching import Target, patched
 
@@ -64,3 +71,20 @@ def answering_is_compiling(*, compiles: bool) -> Iterator[None]:
             )
         )
         yield
+
+
+@contextmanager
+def as_eager() -> Iterator[None]:
+    """Make `is_compiling()` return False inside the block, also where this thread compiles a graph.
+
+    What runs there by itself, as a trial of an optimizer, runs as it will in the training loop. While another thread
+    compiles, the answer stays True, as for all other code.
+    """
+    if not (torch.compiler.is_compiling() and compile_lock.acquire(blocking=False)):
+        yield
+        return
+    try:
+        with patched([(*IS_COMPILING, False)]):
+            yield
+    finally:
+        compile_lock.release()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from overspill.capture.compiled.compiling import as_eager
 from overspill.pytorch.dispatch import disable_current_modes
 from overspill.runtime.optimizer_outside import MANY, Changes, Outside
 from overspill.runtime.optimizer_step import lent, own_step, temporary_bytes
@@ -185,7 +186,7 @@ def quietly(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
     outside, drawn = Outside(optimizer), random.getstate()
     by_numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     try:
-        with disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        with as_eager(), disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             yield outside.hide_states()
     finally:
         outside.restore_states()
