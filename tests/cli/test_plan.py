@@ -12,9 +12,12 @@ from tests.cli.commands import MODELS, Overspill
 
 from overspill.bounds.step_time import lower_bound_seconds
 from overspill.cli.narrator import Narrator
+from overspill.core import forked
 from overspill.devices import load_device
+from overspill.estimation.api import of_job
 from overspill.plans import plan
 from overspill.policies import POLICIES
+from overspill.runtime import preview
 
 
 def test_a_page_is_written_where_the_plan_fits_and_where_none_does(overspill: Overspill) -> None:
@@ -55,6 +58,20 @@ def test_the_bound_on_the_time_of_a_step_is_proved_only_where_it_is_shown(
     assert "lower bound" in overspill("plan nets:shallow --batch 2 --verbose").out
     assert overspill("plan nets:shallow --batch 2 --json").answer["lower_bound_seconds"] > 0
     assert len(proved) == 2
+
+
+def test_what_a_job_takes_without_a_plan_is_estimated_in_a_copy_of_the_process(
+    overspill: Overspill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_copy(*asked: Any, **how: Any) -> Any:
+        assert forked.is_copy()
+        return of_job(*asked, **how)
+
+    monkeypatch.setattr(forked, "can_fork", lambda: True)
+    monkeypatch.setattr(preview, "estimate_of", in_copy)
+    asked = "lstm --small --batch 2 --gpu t4 --json"
+    unmanaged = overspill(f"plan {asked}").answer["unmanaged_device_bytes"]
+    assert unmanaged == overspill(f"estimate {asked}").answer["total_bytes"]
 
 
 def test_the_largest_tensors_have_the_lines_that_made_them(overspill: Overspill) -> None:

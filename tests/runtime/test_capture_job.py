@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from overspill.capture.compiled.micro_batches import graph_side_by_side, side_by_side, why_one_by_one
+from overspill.core import forked
 from overspill.core.device import ABSENT
 from overspill.devices import load_device
 from overspill.job import Job, Parallel, job_of
@@ -71,6 +72,14 @@ def test_what_follows_from_fewer_blocks_is_what_is_captured_with_all(way: str, m
     captured = graphs(asked, options, monkeypatch, DEPTH + 1)
     assert captured_by(asked, options, monkeypatch)[:1] == [DEPTH]
     assert graphs(asked, options, monkeypatch, DEPTH) == captured
+    # The same from copies of this process.
+    begun, here = [], []
+    enter = forked.Forked.__enter__
+    monkeypatch.setattr(forked, "can_fork", lambda: True)
+    monkeypatch.setattr(forked.Forked, "__enter__", lambda copy: begun.append(copy) or enter(copy))
+    monkeypatch.setattr(forked, "islice", lambda *how: here.append(how) or iter(()))
+    assert graphs(asked, options, monkeypatch, DEPTH) == captured
+    assert (len(begun), here) == (2, [])
 
 
 def test_micro_batches_beside_one_another_need_only_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import typer
 
 import overspill
 from overspill.core.errors import RequestError
+from overspill.core.forked import let_copy
 from overspill.core.registry import Registry
 
 from . import (
@@ -108,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Any failure is one line on standard error; with `--json` also an object on standard output.
     """
+    if arguments is None:  # the process is the command's own
+        let_copy()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the rest is a script's
     # Options of all commands.

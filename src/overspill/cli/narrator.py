@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from overspill.core.forked import is_copy
 from overspill.core.progress import progress_to
 
 from .output import shown
@@ -28,9 +29,9 @@ _CURRENT: ContextVar[Narrator | None] = ContextVar("current", default=None)
 def tell_once(text: str) -> None:
     """Print `text`, which is not empty, unless it was printed before.
 
-    Without a running command nothing is printed.
+    Without a running command nothing is printed, nor in a copy of its process.
     """
-    if (narrator := _CURRENT.get()) is not None:
+    if (narrator := _CURRENT.get()) is not None and not is_copy():
         narrator.once(text)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from overspill.core import Device, Verb
@@ -99,7 +98,11 @@ def planning(job: Job, device: Device, software: Software) -> Iterator[Planning 
     if isinstance(job.model, (Script, Source)) or not (can_fork() and _can_plan(job)):
         yield None
         return
-    with Forked(partial(_planned, job, device, software)) as under_way:
+
+    def planned(ask: Callable[[], Unplanned]) -> Iterator[Found]:
+        yield _planned(job, device, software, ask)
+
+    with Forked(planned) as under_way:
         yield under_way
 
 

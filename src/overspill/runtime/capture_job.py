@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from overspill.capture.sharding import Group, Sharding, sharded
 from overspill.capture.virtual_gpu.torch_patches import fake_weights
 from overspill.core import Device, Graph
 from overspill.core.device import ABSENT
+from overspill.core.forked import copied
 from overspill.costs import with_algorithms
 from overspill.job import Job, Parallel
 from overspill.job.prepare import (
@@ -55,11 +56,37 @@ DEEP = 16
 """A model with so many equal blocks is not captured with all of them for a GPU that is not here."""
 
 
-class Kept(NamedTuple):
-    """How many blocks of a deep model are captured; the number of all is appended to `of`."""
+Blocks: TypeAlias = nn.ModuleList | nn.Sequential
+Shallow = Callable[[Blocks, Callable[[], Iterator[Captured]]], None]
+"""A function of the blocks of a deep model and of what captures it then; it takes blocks away."""
 
-    blocks: int
-    of: list[int]
+
+class Fakes(NamedTuple):
+    """A job's model with loss and its batch on fake tensors of one `mode`, to be planned for `device`."""
+
+    job: Job
+    device: Device | None
+    mode: KnownValues
+    model: TrainingStep
+    batch: Any
+
+    @contextmanager
+    def entered(self) -> Iterator[Optimizer]:
+        """Make more such tensors inside the block, which gets the optimizer."""
+        with self.mode, patched(fake_weights()), attention_kernel(self.job):
+            optimizer = self.job.make_optimizer(self.model.parameters())
+            if self.device is not None:
+                for group in optimizer.param_groups:
+                    group.update(as_on(torch.device(self.device.kind), group))
+            yield optimizer
+
+    @property
+    def deep_stack(self) -> Blocks | None:
+        """The equal blocks of a deep model; None if it has others, or is the caller's own, which stays as it is."""
+        if not all(isinstance(parameter, FakeTensor) for parameter in self.model.parameters()):
+            return None
+        stack = stack_of_blocks(self.model)
+        return stack if stack is not None and len(stack) >= DEEP else None
 
 
 def step_graph(job: Job, *, whole_step: bool = False) -> Graph:
@@ -107,101 +134,115 @@ def with_programs(job: Job, options: Options, device: Device, use: Callable[[Par
     from .compiled.program_captures import of_programs  # noqa: PLC0415
 
     if options.whole_step:
-        with _whole_step(job, options, device) as (step, batch, _), nothing_compiled():
-            return use(step.captures(*batch))
-    with _fakes(job, device) as (model, batch, optimizer):
-        return of_programs(model, next(batches.split(batch, job.accumulate)), optimizer, options, use, job)
+        fakes = _fakes(job, device, whole_step=True)
+        with _whole_step(fakes, options) as step, nothing_compiled():
+            return use(step.captures(*fakes.batch))
+    fakes = _fakes(job, device)
+    with fakes.entered() as optimizer:
+        batch = next(batches.split(fakes.batch, job.accumulate))
+        return of_programs(fakes.model, batch, optimizer, options, use, job)
 
 
 def _repeated(job: Job, options: Options, device: Device, *, moves: bool) -> Iterator[Captured]:
-    """Yield the captures of one step, those of a deep model with graphs that follow from models of fewer blocks."""
-    blocks: list[int] = []
+    """Yield the captures of one step, those of a deep model with graphs that follow from models of fewer blocks.
 
-    def fewer(number: int) -> Iterator[Captured]:
-        return _eager_captures(job, options, device, moves=moves, kept=Kept(number, blocks))
+    Where this process may be copied, each of these is captured in a copy.
+    """
+    least, *more = SHALLOW
+    blocks = 0
+    others: list[Iterator[Graph]] = []
 
-    first, *others = map(fewer, SHALLOW)
-    for position in count():
-        captured: Captured | None = None
-        graph: Graph | None = None
-        try:
-            if (captured := next(first, None)) is None:
+    def fewer(number: int) -> Iterator[Graph]:
+        made = _eager_captures(job, options, device, moves=moves, shallow=lambda stack, _: _keep(stack, number))
+        return (captured.graph for captured in made)
+
+    def in_copy(stack: Blocks, find: Callable[[], Iterator[Captured]], number: int) -> Iterator[Graph]:
+        _keep(stack, number)
+        return (captured.graph for captured in find())
+
+    def begin(stack: Blocks, find: Callable[[], Iterator[Captured]]) -> None:
+        nonlocal blocks
+        blocks = len(stack)
+        for number in more:
+            work = partial(in_copy, stack, find, number)
+            others.append(copies.enter_context(copied(work, partial(fewer, number))))
+        _keep(stack, least)
+
+    with ExitStack() as copies:
+        first = _eager_captures(job, options, device, moves=moves, shallow=begin)
+        for position in count():
+            captured: Captured | None = None
+            graph: Graph | None = None
+            try:
+                if (captured := next(first, None)) is None:
+                    return
+                shallow = [captured.graph, *map(next, others)]
+                graph = with_blocks(shallow, blocks) if blocks else captured.graph
+            except Exception:  # a model that does not run with fewer blocks
+                if not blocks:
+                    raise
+            if captured is None or graph is None:
+                yield from islice(_eager_captures(job, options, device, moves=moves), position, None)
                 return
-            shallow = [captured, *(next(other) for other in others if blocks)]
-            graph = with_blocks([one.graph for one in shallow], blocks[0]) if blocks else captured.graph
-        except Exception:  # a model that does not run with fewer blocks
-            if not blocks:
-                raise
-        if captured is None or graph is None:
-            yield from islice(_eager_captures(job, options, device, moves=moves), position, None)
-            return
-        yield replace(captured, graph=graph)
+            yield replace(captured, graph=graph)
+
+
+def _keep(stack: Blocks, number: int) -> None:
+    del stack[number:]
 
 
 def _eager_captures(
-    job: Job, options: Options, device: Device | None, *, moves: bool = False, kept: Kept | None = None
+    job: Job, options: Options, device: Device | None, *, moves: bool = False, shallow: Shallow | None = None
 ) -> Iterator[Captured]:
     """Yield captures of one step: as PyTorch runs it, then in pieces of rows, then with all that `moves` in a loop.
 
-    The update is that of `device`; None: of this machine. Of a deep model only the first blocks may be `kept`.
+    The update is that of `device`; None: of this machine.
     """
+    fakes = _fakes(_of_one_rank(job) if options.whole_step else job, device, whole_step=options.whole_step)
+    find = partial(_captures_of_fakes, job, options, fakes, moves=moves)
+    if shallow is not None and (stack := fakes.deep_stack) is not None:
+        shallow(stack, find)
+    yield from find()
+
+
+def _captures_of_fakes(job: Job, options: Options, fakes: Fakes, *, moves: bool) -> Iterator[Captured]:
+    """Return the captures of a step that was made; the first is made now."""
     if options.whole_step:
-        with _whole_step(_of_one_rank(job), options, device, kept) as (step, batch, module):
-            made: Iterator[Captured] = iter(step.captures(*batch))
-            if job.parallel is not None:
-                sharding = _sharding(job, job.parallel, module)
-                made = (replace(found, graph=sharded(found.graph, sharding)) for found in made)
-    else:
-        with _fakes(job, device, kept=kept) as (model, batch, optimizer):
-            traced = trace(model, next(batches.split(batch, job.accumulate)))
-            around = surroundings_of_job(
-                job, traced.joint, traced.parameters, parameters=model.parameters(), optimizer=optimizer,
-                reserve=options.reserve,
-            )  # fmt: skip
-        loop = LoopPlans(WeakReferences(model.parameters(), [optimizer]), options)
-        loop.may_move &= moves
-        loop.name(model)
-        plain = partial(captures, traced.joint, traced.inputs, around)
-        made = loop.captures(traced.joint, traced.inputs, persistent(traced.examples), around, plain)
-    yield from made
+        with _whole_step(fakes, options) as step:
+            made: Iterator[Captured] = iter(step.captures(*fakes.batch))
+            if job.parallel is None:
+                return made
+            sharding = _sharding(job, job.parallel, fakes.model.model)
+            return (replace(found, graph=sharded(found.graph, sharding)) for found in made)
+    model = fakes.model
+    with fakes.entered() as optimizer:
+        traced = trace(model, next(batches.split(fakes.batch, job.accumulate)))
+        around = surroundings_of_job(
+            job, traced.joint, traced.parameters, parameters=model.parameters(), optimizer=optimizer,
+            reserve=options.reserve,
+        )  # fmt: skip
+    loop = LoopPlans(WeakReferences(model.parameters(), [optimizer]), options)
+    loop.may_move &= moves
+    loop.name(model)
+    plain = partial(captures, traced.joint, traced.inputs, around)
+    return loop.captures(traced.joint, traced.inputs, persistent(traced.examples), around, plain)
 
 
-@contextmanager
-def _fakes(
-    job: Job, device: Device | None, *, whole_step: bool = False, kept: Kept | None = None
-) -> Iterator[tuple[TrainingStep, Any, Optimizer]]:
-    """Yield the model with loss, a batch and the optimizer on fake tensors, to be planned for `device`.
-
-    Raises RequestError.
-    """
+def _fakes(job: Job, device: Device | None, *, whole_step: bool = False) -> Fakes:
+    """Return the model with loss and a batch on fake tensors, to be planned for `device`. Raises RequestError."""
     job.check_planned(whole_step=whole_step)
-    with KnownValues(), patched(fake_weights()), attention_kernel(job):
+    with KnownValues() as mode, patched(fake_weights()), attention_kernel(job):
         model, (batch, *_) = prepared_step(job, device)
-        # A model with real weights is the caller's own, and stays as it is.
-        if (
-            kept is not None
-            and all(isinstance(parameter, FakeTensor) for parameter in model.parameters())
-            and (stack := stack_of_blocks(model)) is not None
-            and len(stack) >= DEEP
-        ):
-            kept.of.append(len(stack))
-            del stack[kept.blocks :]
-        optimizer = job.make_optimizer(model.parameters())
-        if device is not None:
-            for group in optimizer.param_groups:
-                group.update(as_on(torch.device(device.kind), group))
-        yield model, batch, optimizer
+    return Fakes(job, device, mode, model, batch)
 
 
 @contextmanager
-def _whole_step(
-    job: Job, options: Options, device: Device | None, kept: Kept | None = None
-) -> Iterator[tuple[TrainStep, Any, nn.Module]]:
-    """Yield the whole step of a job, its batch and its module, on fake tensors, to be planned for `device`."""
-    with _fakes(job, device, whole_step=True, kept=kept) as (model, batch, optimizer):
+def _whole_step(fakes: Fakes, options: Options) -> Iterator[TrainStep]:
+    """Yield the whole step of a job on fake tensors."""
+    with fakes.entered() as optimizer:
         pass  # what is made stays; the step makes a fake mode of its own
-    with attention_kernel(job):
-        yield TrainStep(model.model, model.loss, (optimizer,), options, job.gradients), batch, model.model
+    with attention_kernel(fakes.job):
+        yield TrainStep(fakes.model.model, fakes.model.loss, (optimizer,), options, fakes.job.gradients)
 
 
 def _of_one_rank(job: Job) -> Job:

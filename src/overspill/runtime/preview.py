@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from overspill.capture.compiled.cut_step import CapturedCutStep
 from overspill.capture.recording.graph import graph_of
-from overspill.core import Graph
+from overspill.core import Device, Graph
 from overspill.core.device import ABSENT
 from overspill.core.errors import InfeasibleBudgetError, RequestError, UnsupportedError
+from overspill.core.forked import copied
 from overspill.core.garbage import without_collection
 from overspill.core.progress import progress
 from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
 from overspill.estimation.api import Setting
 from overspill.estimation.api import of_job as estimate_of
-from overspill.estimation.figures import Figures
 from overspill.estimation.script import of_script
 from overspill.job import Job, Script
+from overspill.job.source import Source
 from overspill.planning.algorithms import memory_optimal
 from overspill.planning.effort import at_effort
 from overspill.planning.floor import floor_of
@@ -47,6 +48,7 @@ from .step.gathered import gathered
 CPU = torch.device("cpu")
 NARROW = 16
 """A largest batch is known to such a part of it."""
+C = TypeVar("C")
 R = TypeVar("R")
 
 
@@ -60,6 +62,13 @@ class Taken(Protocol):
     @property
     def total_bytes(self) -> int:
         """Bytes in all."""
+
+
+class Estimated(NamedTuple):
+    """That by an estimate which is made in a copy of this process."""
+
+    outside_bytes: int
+    total_bytes: int
 
 
 class Recorded(NamedTuple):
@@ -200,15 +209,13 @@ def _previewed(
 ) -> R:
     """Return what is `asked` of the captured step."""
     with without_collection():  # of many small objects, none of which is garbage; it takes a tenth of the time
-        options, account, recorded = _asked(job, options, software, estimate)
-
-        def answer(captures: Partitioned[Any]) -> R:
-            return asked(JobStep(job, options, account, captures))
-
         if options.backend == "eager":
-            return answer(recorded or captured or captures_of(job, options, account.device, moves=True))
+            return asked(_step(job, options, software, estimate, captured, moves=True))
         # Inductor's programs are written while they are planned.
-        return with_programs(job, options, account.device, answer)
+        options, account, _ = _asked(job, options, software, estimate, lambda *_: None)
+        return with_programs(
+            job, options, account.device, lambda captures: asked(JobStep(job, options, account, captures))
+        )
 
 
 def step_of(job: Job, options: Options, software: Software | None = None, *, moves: bool = False) -> JobStep:
@@ -216,8 +223,25 @@ def step_of(job: Job, options: Options, software: Software | None = None, *, mov
 
     With Inductor's kernels it has only the usual capture. Raises RequestError.
     """
-    options, account, recorded = _asked(job, options, software)
-    return JobStep(job, options, account, recorded or captures_of(job, options, account.device, moves=moves))
+    return _step(job, options, software, moves=moves)
+
+
+def _step(
+    job: Job,
+    options: Options,
+    software: Software | None,
+    estimate: Taken | None = None,
+    captured: Partitioned[Any] | None = None,
+    *,
+    moves: bool,
+) -> JobStep:
+    """Return the step, which may be `captured` already."""
+
+    def capture(options: Options, device: Device) -> Partitioned[Any]:
+        return captured or captures_of(job, options, device, moves=moves)
+
+    options, account, captures = _asked(job, options, software, estimate, capture)
+    return JobStep(job, options, account, captures)
 
 
 def compare_job(
@@ -262,19 +286,26 @@ def sweep_job(
 
 
 def _asked(
-    job: Job, options: Options, software: Software | None, estimate: Taken | None = None
-) -> tuple[Options, Account, Partitioned[Any] | None]:
-    """Return the options, the account of the budget, and the recorded step of a script. Raises RequestError."""
+    job: Job,
+    options: Options,
+    software: Software | None,
+    estimate: Taken | None,
+    capture: Callable[[Options, Device], C],
+) -> tuple[Options, Account, C | Partitioned[Any]]:
+    """Return the options, the account of the budget, and the recorded step of a script, or what `capture` returns.
+
+    It is called while a copy of this process makes the estimate. Raises RequestError.
+    """
     options = _checked(job, options)
     asked = device_named(options.device, CPU)
     device = as_absent(asked, software)
     if device.index != ABSENT:
         if isinstance(job.model, Script):
             raise RequestError(f"script='{job.name}': is recorded on a GPU that is not there; name which, with gpu=")
-        return options, account_of(options, device, CPU, software), None
+        return options, account_of(options, device, CPU, software), capture(options, device)
     # The estimate says what the job takes unmanaged, and what it takes outside of the allocator.
     setting = Setting(asked, "pytorch", allocator_config(), software or software_named())
-    recorded: Partitioned[Any] | None = None
+    recorded: C | Partitioned[Any]
     if isinstance(job.model, Script):
         estimate, done = of_script(job.model, setting, job.model.tell, quiet=True, whole_steps=True)
         if not done.trains:
@@ -284,7 +315,15 @@ def _asked(
         recorded = Partitioned([Recorded(graph_of(estimate.recording, estimate.name))])
     elif estimate is None:
         progress("what it takes without a plan")
-        estimate = _estimated(job, setting, compiled=options.backend == "inductor")
+        estimating = partial(_estimated, job, setting, compiled=options.backend == "inductor")
+        if isinstance(job.model, Source):  # the user's code runs in this process alone
+            (estimate,), recorded = next(estimating()), capture(options, device)
+        else:
+            with copied(estimating) as found:
+                recorded = capture(options, device)
+                (estimate,) = next(found)
+    else:
+        recorded = capture(options, device)
     if estimate is None:
         return options, account_of(options, device, CPU, software), recorded
     device = replace(device, context_bytes=estimate.outside_bytes)
@@ -313,10 +352,12 @@ def _checked(job: Job, options: Options) -> Options:
     return options
 
 
-def _estimated(job: Job, setting: Setting, *, compiled: bool) -> Figures | None:
-    """Return the estimate of the job without Overspill; None if it cannot be estimated, as with computed values."""
+def _estimated(job: Job, setting: Setting, *, compiled: bool) -> Iterator[tuple[Estimated | None]]:
+    """Yield the estimate of the job without Overspill; None if it cannot be estimated, as with computed values."""
     try:
         made = estimate_of(job, setting, compiled=compiled)
     except (RequestError, UnsupportedError):
-        return None
-    return made.compiled or made
+        yield (None,)
+        return
+    figures = made.compiled or made
+    yield (Estimated(figures.outside_bytes, figures.total_bytes),)
