@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from overspill.core import Phase
+from overspill.capture.recording.graph import graph_of
+from overspill.capture.virtual_gpu.record import record
+from overspill.core import Phase, TensorKind
+from overspill.estimation.programs import program_of
 from overspill.job import Job, NamedModel
 from overspill.runtime import optimizers
 from overspill.runtime.optimizers import OptimizerNeeds, find_optimizers, optimizer_needs, unwrapped
@@ -361,3 +364,22 @@ def test_a_plan_for_a_gpu_has_the_update_that_is_made_there_of_all_parameters_at
         return max(op.workspace_bytes for op in graph.ops if op.phase is Phase.UPDATE)
 
     assert update_bytes("t4") > update_bytes("cpu")
+
+
+ADAMW = {"foreach": 20, "fused": 7, "for-loop": 20}
+"""How often AdamW reads or writes what is as large as the weights: decay 2, average 3, square 2 and 3, root 2, two
+scalings 4, step 4; one kernel reads four and writes three."""
+
+
+@pytest.mark.parametrize("how", ADAMW)
+def test_an_update_moves_the_same_bytes_in_each_capture(how: str) -> None:
+    flags = {"fused": True} if how == "fused" else {"foreach": False} if how == "for-loop" else {}
+    job = Job(NamedModel("gpt2", small=True), 2, lambda p: optim.AdamW(p, **flags))
+    recorded = graph_of(record(program_of(job)), "recorded")
+    steps = [step_of(job, Options(device="t4", whole_step=whole)).graph for whole in (False, True)]
+    for graph in (recorded, *steps):
+        weights = sum(t.nbytes for t in graph.tensors if t.kind is TensorKind.PARAMETER)
+        moved = sum(op.moved_bytes for op in graph.ops if op.phase is Phase.UPDATE)
+        assert moved == pytest.approx(ADAMW[how] * weights, rel=1e-3)
+    on_host = sum(op.moved_on_host_bytes for op in steps[1].ops)
+    assert on_host == pytest.approx((7 if how == "fused" else 20) * weights, rel=1e-3)

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from overspill.pytorch.schemas import written_arguments
+from overspill.pytorch.storages import storage_key
+from overspill.pytorch.trees import tree_leaves
+
 
 def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """Return the FLOPs of an op, a packet of overloads that `flop_registry` has."""
@@ -30,6 +34,22 @@ def flops_of_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
 def moved_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of `tensors`, which an op reads or writes: each view, at most its storage."""
     return sum(min(t.numel() * t.element_size(), int(t.untyped_storage().nbytes())) for t in tensors)
+
+
+def tensors_of_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
+    """Return the tensors that a call of an op reads, and then those that it writes or makes; none if it makes views.
+
+    One that is updated in place is there twice.
+    """
+    given = _distinct((args, kwargs))
+    written = _distinct(written_arguments(func, args, kwargs))
+    there = {storage_key(tensor) for tensor in given.values()}
+    made = {key: tensor for key, tensor in _distinct(result).items() if storage_key(tensor) not in there}
+    return [*given.values(), *written.values(), *made.values()] if written or made else []
+
+
+def _distinct(values: Any) -> dict[int, Tensor]:
+    return {id(value): value for value in tree_leaves(values) if isinstance(value, Tensor)}
 
 
 def _with_all_heads(args: Sequence[Any]) -> list[Any]:

@@ -134,6 +134,7 @@ class _Sharded:
             op,
             reads=reads,
             moved_bytes=int(share * op.moved_bytes),
+            moved_on_host_bytes=int(share * op.moved_on_host_bytes),
             workspace_bytes=int(share * op.workspace_bytes),
             workspaces=(),
         )

@@ -122,6 +122,7 @@ class Op:
     workspace_bytes: int = 0
     flops: int = 0
     moved_bytes: int = 0
+    """What it reads and writes, as often as its kernels do."""
     recomputable: bool = False
     recompute_reads: tuple[int, ...] = ()
     """Tensors that a recomputation needs; empty if the op is not `recomputable`.
@@ -152,6 +153,8 @@ class Op:
     Used if it has several, or allocates one after a result, as for the two gradients of a convolution. Empty: one block
     of `workspace_bytes`, after all results.
     """
+    moved_on_host_bytes: int = 0
+    """What an update reads and writes if the host runs it, with other kernels; 0: nobody knows."""
 
     def workspace_of(self, algorithm: int) -> int:
         """Return the workspace in bytes of an algorithm. Raises IndexError if it does not exist."""

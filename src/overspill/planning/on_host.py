@@ -396,5 +396,5 @@ def begun_when_free(graph: Graph, schedule: Schedule, timeline: Timeline) -> Sch
 
 
 def bytes_of_update(graph: Graph, op: Op) -> int:
-    """Return the bytes that an update reads and writes."""
-    return op.moved_bytes or sum(graph.tensors[t].nbytes for t in op.reads + op.writes)
+    """Return the bytes that an update reads and writes on the host."""
+    return op.moved_on_host_bytes or sum(graph.tensors[t].nbytes for t in op.reads + op.writes)

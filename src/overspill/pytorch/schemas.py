@@ -50,7 +50,11 @@ def arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
 
 
 def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that a call of `op` writes in place; none of a callable without a schema."""
+    """Return the arguments that a call of `op` writes in place; none of a callable without a schema.
+
+    A fused optimizer writes gradients only to unscale them.
+    """
     if not isinstance(op, torch._ops.OpOverload):
         return []
-    return [argument(op, args, kwargs, name) for name in _written(op)]
+    unscales = "grad_scale" not in _parameters(op) or argument(op, args, kwargs, "grad_scale") is not None
+    return [argument(op, args, kwargs, name) for name in _written(op) if name != "grads" or unscales]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from overspill.capture.compiled.compiling import as_eager
+from overspill.capture.flops import moved_bytes, tensors_of_call
 from overspill.pytorch.fake_tensors import FakeTensorMode
 from overspill.pytorch.optimizers import (
     BY_SCHEDULER,
@@ -152,6 +153,17 @@ def tried(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[T
     finally:
         outside.restore_states()
         outside.restore()
+
+
+class StepBytes(LiveBytes):
+    """Counts live bytes, and the bytes that ops read and write."""
+
+    moved_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.moved_bytes += moved_bytes(tensors_of_call(func, args, kwargs or {}, result))
+        return result
 
 
 def temporary_bytes(optimizer: Optimizer, tracker: LiveBytes | None = None) -> int:

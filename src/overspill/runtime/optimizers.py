@@ -20,7 +20,7 @@ from overspill.pytorch.dispatch import disable_current_modes
 from overspill.pytorch.distributed import largest_shard
 
 from .optimizer_outside import Outside
-from .optimizer_step import is_own, own_step, temporary_bytes, tried
+from .optimizer_step import StepBytes, is_own, own_step, temporary_bytes, tried
 from .reachable import tensors_in
 
 _SCALAR_BYTES = 256
@@ -51,10 +51,16 @@ class OptimizerNeeds:
     """Bytes of its state."""
     update_bytes: int
     """Bytes of its temporaries during a step."""
+    moved_bytes: int = 0
+    """What a step reads and writes; 0: nobody knows."""
 
     def __add__(self, other: OptimizerNeeds) -> OptimizerNeeds:
         """Return the needs of two optimizers that step one after the other."""
-        return OptimizerNeeds(self.state_bytes + other.state_bytes, max(self.update_bytes, other.update_bytes))
+        return OptimizerNeeds(
+            self.state_bytes + other.state_bytes,
+            max(self.update_bytes, other.update_bytes),
+            self.moved_bytes + other.moved_bytes,
+        )
 
 
 def find_optimizers(parameters: Collection[Tensor]) -> list[Optimizer]:
@@ -134,18 +140,18 @@ def _group_needs(optimizer: Optimizer, group: dict[str, Any], trained: Container
         return OptimizerNeeds(sum(map(optimizer.state_bytes, parameters)) + 8 * _SCALAR_BYTES, _SCALAR_BYTES)
     try:
         state = _state_bytes(optimizer, group, parameters)
-        update = _temporaries(optimizer, group, parameters[0], sizes) if sizes else 0
+        update, moved = _update(optimizer, group, parameters[0], sizes) if sizes else (0, 0)
     except Exception as error:  # noqa: BLE001 - any class of optimizer may refuse tiny parameters in any way
         # An optimizer that refuses tiny parameters: take the state there is, or assume twice the parameters.
         has = [v for p in kept for v in tensors_in(optimizer.state.get(p, {})).values()]
         state = sum(v.nbytes for v in has) or 2 * sum(p.nbytes for p in parameters)
-        update = sum(sizes)
+        update, moved = sum(sizes), 0
         warnings.warn(
             f"{type(optimizer).__name__} could not be tried on tiny parameters ({error}); "
             f"planning with {format_bytes(state)} of state and temporaries as large as the parameters",
             stacklevel=2,
         )
-    return OptimizerNeeds(state, update + _SCALAR_BYTES)
+    return OptimizerNeeds(state, update + _SCALAR_BYTES, moved)
 
 
 def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> int:
@@ -180,8 +186,8 @@ def scaled(state_shape: tuple[int, ...], probe: tuple[int, ...], shape: tuple[in
     return prod(real.get(n, n) for n in state_shape)
 
 
-def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, sizes: list[int]) -> int:
-    """Return the temporary bytes of a step on parameters of `sizes` bytes, in order.
+def _update(optimizer: Optimizer, group: dict[str, Any], like: Tensor, sizes: list[int]) -> tuple[int, int]:
+    """Return the temporary bytes of a step on parameters of `sizes` bytes, in order, and the bytes that it moves.
 
     They are found by steps on tiny parameters. Either the optimizer makes temporaries for all parameters at once
     (foreach), or for one after the other. In the second case those of one parameter may still be held while those of
@@ -189,20 +195,23 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
     reserved.
     """
 
-    def measured(*shapes: tuple[int, int]) -> int:
-        def measure() -> int:
+    def measured(*shapes: tuple[int, int]) -> tuple[int, int]:
+        def measure() -> tuple[int, int]:
             with tried(optimizer, group, [_probe(shape, like) for shape in shapes]):
                 own_step(optimizer)  # which makes the state
-                return max(temporary_bytes(optimizer) for _ in range(PROBE_STEPS - 1))
+                counted = [StepBytes(like.device) for _ in range(PROBE_STEPS - 1)]
+                return max(temporary_bytes(optimizer, tracker) for tracker in counted), counted[-1].moved_bytes
 
         return measured_once(optimizer, group, like, ("temporaries", shapes), measure)
 
     # How temporaries grow with one, two and four equal parameters.
     square, flat, small = (64, 64), (16, 64), (16, 16)
     unit = 64 * 64 * like.element_size()
-    one, two, four = (measured(*[square] * count) / unit for count in (1, 2, 4))
+    found = [measured(*[square] * count) for count in (1, 2, 4)]
+    one, two, four = (nbytes / unit for nbytes, _ in found)
+    moved = round(found[0][1] * like.element_size() / unit) * (sum(sizes) // like.element_size())
     if four > 1.5 * two:
-        return int(four / 4 * sum(sizes))
+        return int(four / 4 * sum(sizes)), moved
 
     def in_turn(nbytes: list[int]) -> int:
         return int(max(one * now + max(0.0, two - one) * before for before, now in pairwise([0, *nbytes])))
@@ -213,8 +222,8 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
     # Where state is smaller than its parameter (Adafactor's rows and columns) temporaries go by shape as well as by
     # bytes, and a fifth more covers what bytes alone miss.
     if any(shape not in (square, ()) for shape, _ in _probe_state(optimizer, group, _probe(square, like))):
-        return int(1.2 * in_turn(sizes))
-    return in_turn(sizes) if measured(*trial) <= foretold + _SCALAR_BYTES else int(two * max(sizes))
+        return int(1.2 * in_turn(sizes)), moved
+    return in_turn(sizes) if measured(*trial)[0] <= foretold + _SCALAR_BYTES else int(two * max(sizes)), moved
 
 
 def _probe(shape: tuple[int, ...], like: Tensor) -> Tensor:

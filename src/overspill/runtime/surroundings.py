@@ -67,6 +67,7 @@ def surroundings_of(
     return Surroundings(
         optimizer_state_bytes=needs.state_bytes,
         update_bytes=needs.update_bytes,
+        update_moved_bytes=needs.moved_bytes,
         reserved_bytes=max(loss.workspace_bytes, between_bytes),
         previous_bytes=loss.previous_bytes,
         accumulates=accumulates,

@@ -73,6 +73,8 @@ class Surroundings:
     optimizer_state_bytes: int = 0
     update_bytes: int = 0
     """The optimizer's temporaries."""
+    update_moved_bytes: int = 0
+    """What the optimizer's step reads and writes; 0: nobody knows."""
     reserved_bytes: int = 0
     """Needs of what runs between this graph's forward and backward: a loss outside the model, later graphs."""
     accumulates: bool = False
@@ -429,9 +431,9 @@ class CaptureOfStep:
         )
         trained = set(self._ids({key for primal in self.joint.gradients for key in storages(primal)}))
         changed = (self.tensors[t] for t in owned)
-        moved = sum(self.tensors[t].nbytes for t in kept or gradients) + 2 * sum(
-            t.nbytes for t in changed if t.id in trained or t.kind is TensorKind.OPTIMIZER_STATE
-        )
+        moved = self.surroundings.update_moved_bytes or sum(
+            self.tensors[t].nbytes for t in kept or gradients
+        ) + 2 * sum(t.nbytes for t in changed if t.id in trained or t.kind is TensorKind.OPTIMIZER_STATE)
         self._add_op(
             UPDATE, "", LayerType.UPDATE, Phase.UPDATE, tuple(dict.fromkeys((*owned, *(kept or gradients)))), owned,
             workspace_bytes=self.surroundings.update_bytes, moved_bytes=moved,

@@ -82,6 +82,8 @@ class AtOnce:
     """The optimizer's name, and the reason for one call."""
     draws: bool
     """Whether `run` may draw random numbers."""
+    moved_bytes: int = 0
+    """What `run` reads and writes; 0: nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,10 @@ class ParameterUpdate:
     """Whether `run` may change the gradient in place."""
     at_once: AtOnce | None = None
     """Updates with the same one are one op."""
+    moved_bytes: int = 0
+    """What `run` reads and writes; 0: nobody knows."""
+    moved_on_host_bytes: int = 0
+    """The same where the host runs it."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +304,7 @@ class CaptureOfWholeStep(CaptureOfStep):
             self._step_op(
                 UPDATE, run, (parameter, gradient, scale, *state), Phase.UPDATE, updates=(parameter, *state, *changed),
                 workspace_bytes=update.workspace_bytes + copied, layer=self.inputs[update.parameter].name,
+                moved_bytes=(update.moved_bytes, update.moved_on_host_bytes),
             )  # fmt: skip
         for at_once, lot in together.items():
             self._update_at_once(at_once, lot, scale)
@@ -324,7 +331,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         flat = tuple(node for each in given for node in each)
         self._step_op(
             UPDATE, run, (scale, *flat), Phase.UPDATE, updates=flat, layer=f"all parameters by {at_once.why}",
-            workspace_bytes=at_once.workspace_bytes + copied,
+            workspace_bytes=at_once.workspace_bytes + copied, moved_bytes=(at_once.moved_bytes, 0),
             ordered_by=self.random_state if at_once.draws else (),
         )  # fmt: skip
 
@@ -447,11 +454,13 @@ class CaptureOfWholeStep(CaptureOfStep):
         layer: str = "",
         ordered_by: tuple[int, ...] = (),
         collective: Collective | None = None,
+        moved_bytes: tuple[int, int] = (0, 0),
     ) -> fx.Node:
         """Add an Op and a node calling `run(*args)`, which changes `updates` in place or makes `value`.
 
         Several values are the elements of a tuple. The op counts as an update of the tensors `ordered_by` too, though
-        they are not among its arguments.
+        they are not among its arguments. `moved_bytes` are those on the device and on the host; where they are 0, each
+        tensor that it reads and each that it writes counts once.
         """
         with self.graph.inserting_after(self._last_node()):
             node = self.graph.call_function(run, args)
@@ -473,7 +482,8 @@ class CaptureOfWholeStep(CaptureOfStep):
         moved = sum(self.tensors[t].nbytes for t in (*reads, *writes))
         self._add_op(
             name, layer, LayerType.UPDATE, phase, reads, writes,
-            workspace_bytes=workspace_bytes, moved_bytes=moved, collective=collective,
+            workspace_bytes=workspace_bytes, moved_bytes=moved_bytes[0] or moved, collective=collective,
+            moved_on_host_bytes=moved_bytes[1],
         )  # fmt: skip
         return node
 

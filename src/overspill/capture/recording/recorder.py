@@ -16,7 +16,7 @@ from torch import nn
 from overspill.capture.fake_cuda import retarget
 from overspill.capture.fake_cuda.engine import called_by_engine, in_place
 from overspill.capture.fake_cuda.fake import tensors_in, written_tensors
-from overspill.capture.flops import flops_of_call, moved_bytes
+from overspill.capture.flops import flops_of_call, moved_bytes, tensors_of_call
 from overspill.core import Phase, TensorKind
 from overspill.costs.library_ops import MATRIX_PRODUCTS
 from overspill.costs.scratch import Scratch
@@ -169,7 +169,7 @@ class Recorder:
             return func(*args, **kwargs)  # real work of the host: data loading, index arithmetic
         rewrite = retarget.FAKES.get(func)
         result = compute(args, kwargs) if rewrite is None else rewrite(*args, **kwargs)
-        self._record(func, args, kwargs, inputs, reads, result)
+        self._record(func, args, kwargs, reads, result)
         return result
 
     def _made_by(self, tensor: torch.Tensor) -> int | None:
@@ -188,9 +188,7 @@ class Recorder:
             return None  # autograd's own formulas take all tensors for the CPU's
         return False
 
-    def _record(
-        self, func: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Any], reads: list[int], result: Any
-    ) -> None:
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], reads: list[int], result: Any) -> None:
         layer, phase, node = self._where()
         frame = self._lines.now(node, in_backward=phase is Phase.BACKWARD)
         op = len(self._ops)
@@ -219,7 +217,8 @@ class Recorder:
         iteration = max(len(self._starts) - 1, 0)  # construction is counted to the first
         # What it costs; a view costs nothing.
         flops = flops_of_call(func, args, kwargs, result) if writes else 0
-        moved = moved_bytes(t for t in (*inputs, *outputs) if isinstance(t, FakeTensor)) if writes else 0
+        touched = tensors_of_call(func, args, kwargs, result)
+        moved = moved_bytes(t for t in touched if isinstance(t, FakeTensor)) if writes else 0
         self._ops.append(
             RecordedOp(
                 name, layer, phase, iteration, tuple(reads), tuple(dict.fromkeys(writes)), frame, flops,

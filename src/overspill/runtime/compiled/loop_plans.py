@@ -391,7 +391,8 @@ def _update(state: LoopState, name: str, position: int, mode: FakeTensorMode) ->
         leaves = tuple(StateInfo(path, owned.spec(path, planned).empty()) for path in owned.leaves)
     with disable_current_modes():
         workspace, elementwise = owned.updates.workspace_bytes(like, owned), owned.updates.is_elementwise(like)
-    return ParameterUpdate(position, owned.run, leaves, workspace, elementwise, not owned.updates.groups)
+        moved = owned.updates.moved_bytes(like, owned)
+    return ParameterUpdate(position, owned.run, leaves, workspace, elementwise, not owned.updates.groups, None, *moved)
 
 
 def guards_without(loop: LoopPlans) -> Callable[[Sequence[Any]], list[bool]]:

@@ -371,7 +371,7 @@ def _contents(values: Any) -> dict[Content, list[StoredGradient]]:
 def _run(op: Any, args: Any, kwargs: dict[str, Any], transfers: GradientTransfers, following: Any = ()) -> Any:
     """Run an op on the gradients themselves while those among `following` arrive."""
     faces = _contents((args, kwargs))
-    written = _contents(_written(op, args, kwargs))
+    written = _contents(written_arguments(op, args, kwargs))
     unread = _unread(op, args, kwargs, faces)
     transfers.settle()
     with ExitStack() as locks:
@@ -424,14 +424,6 @@ def _may_keep(op: Any) -> bool:
     """Return whether an op may write to a tensor later, as collectives do, or without saying so."""
     schema = schema_of(op)
     return schema is None or schema.name.startswith("c10d::")
-
-
-def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that a call of an op may change."""
-    written = written_arguments(op, args, kwargs)
-    if _takes_lists(op) and "grad_scale" in kwargs and kwargs["grad_scale"] is None:
-        return [values for values in written if values is not kwargs["grads"]]  # fused optimizers only unscale them
-    return written
 
 
 def _unread(op: Any, args: Any, kwargs: dict[str, Any], faces: dict[Content, list[StoredGradient]]) -> Content | None:

@@ -274,8 +274,9 @@ class StepCaptures:
                 like, of = self.state.like(name), owned.updates
                 workspace, elementwise = of.workspace_bytes(like, owned), of.is_elementwise(like)
                 changes = not (of.groups or of.scales or of.clip_value is not None)
+                moved = of.moved_bytes(like, owned)
                 updates.append(
-                    ParameterUpdate(position, owned.run, state, workspace, elementwise, changes, calls.get(of))
+                    ParameterUpdate(position, owned.run, state, workspace, elementwise, changes, calls.get(of), *moved)
                 )
         # Averaging over processes and clipping come once, before the update.
         clipping = self._clipping if last else None

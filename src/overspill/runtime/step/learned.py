@@ -19,9 +19,8 @@ from overspill.pytorch.schemas import written_arguments
 from overspill.pytorch.storages import key_of, storage_key
 from overspill.pytorch.trees import tree_leaves
 from overspill.runtime.optimizer_outside import FEW, Outside
-from overspill.runtime.optimizer_step import copied, lent, temporary_bytes
+from overspill.runtime.optimizer_step import StepBytes, copied, lent, temporary_bytes
 from overspill.runtime.reachable import tensors_in
-from overspill.runtime.tracker import LiveBytes
 
 from .residency import Spec
 from .trials import quietly
@@ -63,6 +62,10 @@ class Needs:
     """Temporaries of the first update, which makes the state."""
     later_bytes: int
     """Most temporaries of a later update."""
+    moved_bytes: int = 0
+    """What a later update reads and writes; 0: nobody knows."""
+    moved_on_host_bytes: int = 0
+    """The same with the kernels that the optimizer has on the host."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Learned:
     """Whether the call uses random numbers."""
     coupled: bool = False
     """Whether the call combines values of several parameters."""
+    moved_bytes: int = 0
+    """What a later call reads and writes; 0: nobody knows."""
 
 
 def learned(
@@ -128,6 +133,7 @@ def _learned(
         lists.setdefault(number, []).append(fake)
     peaks: list[int] = []
     draws = coupled = False
+    moved = 0
     leaves: list[Leaves] = [{} for _ in fakes]
     rests = [0] * len(fakes)
     with lent(optimizer, lists):
@@ -137,6 +143,7 @@ def _learned(
                 fake.grad = gradient(torch.empty_like(fake))
             tracker = _OnFakes(fakes[0].device, _by_parameter(optimizer, fakes))
             peak = temporary_bytes(optimizer, tracker)
+            moved = tracker.moved_bytes
             draws = draws or tracker.draws
             coupled = coupled or tracker.coupled
             shared = {storage_key(t) for t in Outside(optimizer).tensors}
@@ -153,8 +160,8 @@ def _learned(
                 peak += sum(t.nbytes for path, t in moving.items() if places[number].get(storage_key(t), path) != path)
             peaks.append(peak)
     first, later = peaks[0], max(peaks[1:], default=0)
-    each = [Needs(of, rest, first, later) for of, rest in zip(leaves, rests, strict=True)]
-    return Learned(each, first, later, Outside(optimizer).nbytes, draws, coupled)
+    each = [Needs(of, rest, first, later, moved, moved) for of, rest in zip(leaves, rests, strict=True)]
+    return Learned(each, first, later, Outside(optimizer).nbytes, draws, coupled, moved)
 
 
 def _by_parameter(optimizer: Optimizer, fakes: Sequence[Tensor]) -> dict[int, int]:
@@ -213,7 +220,7 @@ def _by_storage(state: Any) -> dict[int, str]:
     return {storage_key(tensor): path for path, tensor in tensors_in(state).items()}
 
 
-class Watching(LiveBytes):
+class Watching(StepBytes):
     """Counts bytes, and notes whether random numbers are used."""
 
     draws = False

@@ -26,7 +26,7 @@ from overspill.core.units import format_bytes
 from overspill.costs.library_ops import SLICE_BYTES
 from overspill.pytorch.optimizers import foreach_norm
 from overspill.runtime.optimizer_outside import Changes, Outside
-from overspill.runtime.optimizer_step import is_own, lent, own_step, plain_step, temporary_bytes, tried
+from overspill.runtime.optimizer_step import StepBytes, is_own, lent, own_step, plain_step, temporary_bytes, tried
 from overspill.runtime.optimizers import PROBE_STEPS, measured_once, scaled
 from overspill.runtime.reachable import tensors_in
 
@@ -193,6 +193,19 @@ class OptimizerUpdates:
         work = max(needs.first_share * first, needs.share * later)
         return int(work) + owned.rest_bytes(like) + SCALAR_BYTES
 
+    def moved_bytes(self, like: Tensor, owned: ParameterState) -> tuple[int, int]:
+        """Return the bytes that an update of a parameter as `like` reads and writes on its device, and on the host.
+
+        Each is 0 if nobody knows.
+        """
+        if not self.groups:
+            found = owned.needs.moved_bytes, owned.needs.moved_on_host_bytes
+        else:
+            probes = [self._probed(like, owned.group, device) for device in (like.device, CPU)]
+            found = probes[0].moved_per_element * like.numel(), probes[1].moved_per_element * like.numel()
+        of_gradient = 2 * self._made_of_gradients() * like.nbytes
+        return found[0] and found[0] + of_gradient, found[1] and found[1] + of_gradient
+
     def rest_bytes(self, like: Tensor, owned: ParameterState) -> int:
         """Return the bytes of state that does not move, for a parameter as `like`: step counts, sums over rows."""
         return self._probed(like, owned.group).scaled_to(like).rest_bytes if self.groups else owned.needs.rest_bytes
@@ -205,9 +218,11 @@ class OptimizerUpdates:
         known, others = self._together, self._made_of_gradients()
         planned = 0 if known is None else max(known.first_bytes, known.later_bytes)
         nbytes = max(planned + SCALAR_BYTES * len(likes), self._measured_bytes.get(None, 0))
-        nbytes += others * sum(like.nbytes for like in likes)
+        of_gradients = sum(like.nbytes for like in likes)
+        nbytes += others * of_gradients
         why = f"{type(self.optimizer).__name__}, which {self.trials.why_together}"
-        return AtOnce(self._update_all, nbytes, why, self.trials.draws)
+        moved = 0 if known is None or not known.moved_bytes else known.moved_bytes + 2 * others * of_gradients
+        return AtOnce(self._update_all, nbytes, why, self.trials.draws, moved)
 
     def outside_bytes(self) -> int:
         """Return the bytes of tensors that the optimizer keeps outside of the parameters' state.
@@ -427,11 +442,13 @@ class OptimizerUpdates:
         for start in range(0, parameter.shape[0], rows):
             yield slice(start, start + rows)
 
-    def _probed(self, parameter: Tensor, group: dict[str, Any]) -> _Probe:
-        key = (id(group), self.settings_of(group), parameter.dtype, parameter.dim())
+    def _probed(self, parameter: Tensor, group: dict[str, Any], device: torch.device | None = None) -> _Probe:
+        """Return what updates of a `parameter` of `group` need, with the kernels of `device`, by default its own."""
+        settings = as_on(device or parameter.device, group)
+        key = (id(group), self.settings_of(settings), parameter.dtype, parameter.dim())
         if key not in self._probes:
             try:
-                self._probes[key] = group, self._probe(parameter, group)
+                self._probes[key] = group, self._probe(parameter, settings)
             except Exception as error:  # any class of optimizer may refuse a tensor in any way
                 raise RequestError(
                     f"{type(self.optimizer).__name__} does not step on a parameter of {parameter.dim()} dimensions "
@@ -439,25 +456,27 @@ class OptimizerUpdates:
                 ) from error
         return self._probes[key][1]
 
-    def _probe(self, like: Tensor, group: dict[str, Any]) -> _Probe:
-        """Return the optimizer's needs, measured in some steps on a tiny parameter.
+    def _probe(self, like: Tensor, settings: dict[str, Any]) -> _Probe:
+        """Return the optimizer's needs with these settings of a group, measured in some steps on a tiny parameter.
 
         The first step makes the state, which the plan counts separately.
         """
         shape = PROBE_SHAPES.get(max(1, like.dim()), tuple(range(like.dim() + 1, 1, -1)))
-        settings, others = as_on(like.device, group), self._made_of_gradients()
+        others = self._made_of_gradients()
 
         def measure() -> _Probe:
             probe = torch.ones(shape, dtype=like.dtype, requires_grad=True)
             probe.grad = self._gradient(torch.ones_like(probe), None)
             with tried(self.optimizer, settings, [probe]):
-                peaks = [temporary_bytes(self.optimizer) for _ in range(PROBE_STEPS)]
+                counted = [StepBytes(CPU) for _ in range(PROBE_STEPS)]
+                peaks = [temporary_bytes(self.optimizer, tracker) for tracker in counted]
                 kept = tensors_in(self.optimizer.state.get(probe, {}))
             return _Probe(
                 shape,
                 {key: v.dtype for key, v in kept.items() if v.shape == probe.shape},
                 tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
                 *(peak / probe.nbytes + others for peak in (peaks[0], max(peaks[1:]))),
+                round(counted[-1].moved_bytes / probe.numel()),
             )
 
         with CPU:  # whatever the default device is, for the optimizer's own tensors too
@@ -529,6 +548,8 @@ class _Probe:
     """Temporaries of the first update, as a multiple of the bytes updated."""
     share: float
     """Most temporaries of a later update, as a multiple of the bytes updated."""
+    moved_per_element: int
+    """Bytes that a later update reads and writes for each element."""
 
     def scaled_to(self, like: Tensor) -> Needs:
         """Return the needs of a parameter as `like`, in one piece."""
