@@ -36,7 +36,7 @@ def test_a_shell_is_offered_models_and_neither_torch_nor_numpy_is_imported() -> 
     ("names", "begun", "found"),
     [
         (complete.device, "h1", ["h100"]),
-        (complete.optimizer, "adam", ["adamw", "adam", "adamw8bit", "adam8bit"]),
+        (complete.optimizer, "adam", ["adamw", "adamw-fused", "adam", "adamw8bit", "adam8bit"]),
         (complete.policies, "auto,win", ["auto,window"]),
         (complete.placer, "py", ["pytorch"]),
         (complete.solver, "portf", ["portfolio"]),

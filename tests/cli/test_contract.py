@@ -242,7 +242,9 @@ def test_help_shows_what_most_need_and_help_all_what_the_command_takes(
 def test_what_everyone_types_is_taken() -> None:
     for dtype in ("bf16", "BFloat16", torch.bfloat16):
         assert Job(NamedModel("alexnet"), 2, "AdamW", dtype).dtype == "bfloat16"  # type: ignore[arg-type]
-    assert Job(NamedModel("alexnet"), 2, "paged_AdamW8bit", "fp16").optimizer == "paged-adamw8bit"
+    named = {"paged_AdamW8bit": "paged-adamw8bit", "adamw_torch_fused": "adamw-fused", "adamw_bnb_8bit": "adamw8bit"}
+    for given, known in named.items():
+        assert Job(NamedModel("alexnet"), 2, given, "fp16").optimizer == known
 
 
 @pytest.mark.parametrize("budget", ["8", "45", "8000"])

@@ -169,7 +169,8 @@ def test_a_learning_rate_may_be_a_tensor() -> None:
 def test_optimizers_add_their_states_and_share_the_room_for_temporaries() -> None:
     first, second = optim.Adam(parameters([(10, 10)])), optim.Adam(parameters([(20, 20)]))
     one, two, both = optimizer_needs([first]), optimizer_needs([second]), optimizer_needs([first, second])
-    assert both == OptimizerNeeds(one.state_bytes + two.state_bytes, max(one.update_bytes, two.update_bytes))
+    state, moved = one.state_bytes + two.state_bytes, one.moved_bytes + two.moved_bytes
+    assert both == OptimizerNeeds(state, max(one.update_bytes, two.update_bytes), moved)
 
 
 def test_asking_changes_nothing() -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # Name, by use: the class, in torch.optim or in `eight_bit`, and its arguments; all else is torch's default.
 _NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {"lr": 1e-3}),
+    "adamw-fused": ("AdamW", {"lr": 1e-3, "fused": True}),
     "adam": ("Adam", {"lr": 1e-3}),
     "sgd": ("SGD", {"lr": 0.01}),
     "momentum": ("SGD", {"lr": 0.01, "momentum": 0.9}),
@@ -43,8 +44,11 @@ def is_eight_bit(name: str) -> bool:
 
 
 def check_optimizer(name: str) -> str:
-    """Return `name` as it is written here. Raises RequestError for an unknown optimizer; torch is not imported."""
-    known = name.lower().replace("_", "-")
+    """Return `name` as it is written here, as which transformers' names count too (`adamw_torch_fused`).
+
+    Raises RequestError for an unknown optimizer; torch is not imported.
+    """
+    known = name.lower().replace("_", "-").replace("-torch", "").replace("-bnb", "").replace("-8bit", "8bit")
     if known not in _NAMED:
         hint = did_you_mean(name, _NAMED)
         raise RequestError(f"unknown optimizer {name!r}{hint} Optimizers: {', '.join(_NAMED)}", fields=["optimizer"])

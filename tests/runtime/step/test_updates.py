@@ -38,7 +38,7 @@ def test_an_optimizer_is_tried_on_the_path_that_cuda_takes(monkeypatch: pytest.M
             return 2
 
     def share(like: Any, **settings: Any) -> float:
-        return OptimizerUpdates(optimizer)._probe(like, {**group, **settings}).share
+        return OptimizerUpdates(optimizer)._probe(like, as_on(like.device, {**group, **settings})).share
 
     assert share(OnCuda) == share(parameter, foreach=True) != share(parameter)
     assert share(OnCuda, foreach=False) == share(parameter)

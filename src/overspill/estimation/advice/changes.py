@@ -120,11 +120,11 @@ def _another_method(job: Job) -> Iterator[Change]:
             {"offload_optimizer": True}, state=0.0, of_update=True,
         )  # fmt: skip
     # Methods whose results differ.
-    eight = f"{job.optimizer}8bit"
+    eight = f"{job.optimizer}8bit".replace("-fused", "")
     if is_eight_bit(eight):
         yield Change(
             f"{eight} of bitsandbytes", "state of 8 bits: nearly the same results", Price.RESULTS, {"optimizer": eight},
-            state=0.2, of_update=True, trainer='optim="adamw_bnb_8bit"' if job.optimizer == "adamw" else "",
+            state=0.2, of_update=True, trainer='optim="adamw_bnb_8bit"' if eight == "adamw8bit" else "",
         )  # fmt: skip
     if job.lora is None:
         yield Change(

@@ -471,11 +471,13 @@ class OptimizerUpdates:
                 counted = [StepBytes(CPU) for _ in range(PROBE_STEPS)]
                 peaks = [temporary_bytes(self.optimizer, tracker) for tracker in counted]
                 kept = tensors_in(self.optimizer.state.get(probe, {}))
+            first, later = (peak / probe.nbytes + others for peak in (peaks[0], max(peaks[1:])))
             return _Probe(
                 shape,
                 {key: v.dtype for key, v in kept.items() if v.shape == probe.shape},
                 tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
-                *(peak / probe.nbytes + others for peak in (peaks[0], max(peaks[1:]))),
+                first,
+                later,
                 round(counted[-1].moved_bytes / probe.numel()),
             )
 
