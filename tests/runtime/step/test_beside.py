@@ -55,7 +55,7 @@ def test_micro_batches_beside_one_another_have_the_bits_of_plain_accumulation(
 def test_too_many_run_in_rounds_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("overspill.runtime.step.beside.MOST_OPS", 200)
     with at_effort(0.05):
-        pair = beside(4, clip_norm=0.1)
+        pair = beside(4, clip_norm=0.1, budget="54KiB")
         pair.train(3)
         last, before = pair.step.plans
         assert (last.micro_batches, last.rounds) == (2, 2)

@@ -96,7 +96,8 @@ class CaptureOfCutStep(CaptureOfWholeStep):
                 UPDATE, update.run, (self.input_nodes[position], gradient, None, *self.states[position]), Phase.UPDATE,
                 updates=(self.input_nodes[position], *self.states[position])
                 + ((gradient,) if update.changes_gradient else ()),
-                workspace_bytes=update.workspace_bytes, layer=self.inputs[position].name,
+                workspace_bytes=update.workspace_bytes, moved_bytes=update.moved_bytes,
+                layer=self.inputs[position].name,
             )  # fmt: skip
 
     def _add_reads(self) -> None:

@@ -103,10 +103,8 @@ class ParameterUpdate:
     """Whether `run` may change the gradient in place."""
     at_once: AtOnce | None = None
     """Updates with the same one are one op."""
-    moved_bytes: int = 0
-    """What `run` reads and writes; 0: nobody knows."""
-    moved_on_host_bytes: int = 0
-    """The same where the host runs it."""
+    moved_bytes: tuple[int, int] = (0, 0)
+    """What `run` reads and writes, on the device and on the host; 0: nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +302,7 @@ class CaptureOfWholeStep(CaptureOfStep):
             self._step_op(
                 UPDATE, run, (parameter, gradient, scale, *state), Phase.UPDATE, updates=(parameter, *state, *changed),
                 workspace_bytes=update.workspace_bytes + copied, layer=self.inputs[update.parameter].name,
-                moved_bytes=(update.moved_bytes, update.moved_on_host_bytes),
+                moved_bytes=update.moved_bytes,
             )  # fmt: skip
         for at_once, lot in together.items():
             self._update_at_once(at_once, lot, scale)

@@ -392,7 +392,7 @@ def _update(state: LoopState, name: str, position: int, mode: FakeTensorMode) ->
     with disable_current_modes():
         workspace, elementwise = owned.updates.workspace_bytes(like, owned), owned.updates.is_elementwise(like)
         moved = owned.updates.moved_bytes(like, owned)
-    return ParameterUpdate(position, owned.run, leaves, workspace, elementwise, not owned.updates.groups, None, *moved)
+    return ParameterUpdate(position, owned.run, leaves, workspace, elementwise, not owned.updates.groups, None, moved)
 
 
 def guards_without(loop: LoopPlans) -> Callable[[Sequence[Any]], list[bool]]:

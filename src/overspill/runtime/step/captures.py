@@ -276,7 +276,7 @@ class StepCaptures:
                 changes = not (of.groups or of.scales or of.clip_value is not None)
                 moved = of.moved_bytes(like, owned)
                 updates.append(
-                    ParameterUpdate(position, owned.run, state, workspace, elementwise, changes, calls.get(of), *moved)
+                    ParameterUpdate(position, owned.run, state, workspace, elementwise, changes, calls.get(of), moved)
                 )
         # Averaging over processes and clipping come once, before the update.
         clipping = self._clipping if last else None
