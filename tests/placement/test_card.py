@@ -190,6 +190,31 @@ def test_a_large_step_is_not_searched_where_its_fast_plans_take_far_more_than_th
     assert (found is None) == (len(made) == 1) == (more > HOPE)
 
 
+class Fragmented(Taking):
+    """Takes that of `overspill.allocator`, otherwise a fifth more than is live."""
+
+    @property
+    def is_steady(self) -> bool:
+        return self.is_live or self.solver is not None
+
+    def placed(self, plan: Any) -> Any:
+        taken = plan.peak_bytes + (100 if self.is_live else plan.peak_bytes // 5)
+        return SimpleNamespace(**vars(plan) | {"taken_bytes": taken})
+
+
+def test_no_plan_of_a_large_step_is_made_for_an_allocator_in_which_the_first_takes_far_too_much() -> None:
+    asked = []
+
+    def make(live: int) -> Any:
+        asked.append(live)
+        return of_large_step(live)
+
+    card = Fragmented(DEVICE, solver=DEFAULT, always=False, may_be_live=True)
+    found = Fit(make, card, DEVICE.context_bytes + 5000)._fastest(on_host=False)
+    assert found is not None
+    assert (found.taken_bytes, set(asked)) == (5000, {5000, 4900})
+
+
 def test_a_faster_plan_of_fewer_bytes_that_another_way_to_place_has_tried_counts_too() -> None:
     """More bytes need not be faster, because no search foresees what a disk delays."""
     asked = []

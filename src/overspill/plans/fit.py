@@ -171,6 +171,9 @@ class Fit:
         far = self._budget_bytes > NOTHING_BYTES and fewest.peak_bytes > self._tensor_bytes
         return (fewest if far or not self._may_fit(on_host=on_host) else search.from_floor()), fewest, cause
 
+    def _may_hold(self, search: _Search) -> bool:
+        return self.hoped is None or search.may_hold(self.hoped)
+
     def _fastest(self, *, on_host: bool) -> Plan | None:
         """Return the fastest plan found that fits; the next placement is tried only if this one costs much.
 
@@ -180,7 +183,7 @@ class Fit:
         searches = self._searches[on_host] if self._may_fit(on_host=on_host) else []
         if self._account.least is not self._account:
             most_seconds = 0.0 if self.hoped is None else GAIN * self.hoped.step_seconds
-            for search in searches[:-1]:
+            for search in filter(self._may_hold, searches[:-1]):
                 if (plan := search.fastest(most_seconds)) is not None:
                     if plan.step_seconds <= most_seconds:
                         return plan
@@ -244,6 +247,12 @@ class _Search:
             plan for _, plan in sorted(self._tried.items(), key=itemgetter(0)) if plan.taken_bytes <= self._bytes
         ]
         return min(fitting, key=lambda plan: plan.step_seconds, default=None)
+
+    def may_hold(self, hoped: Plan) -> bool:
+        """Return whether a plan of about as many live bytes as `hoped`, which is made already, may fit."""
+        if self.account.is_steady or len(hoped.graph.ops) <= MANY_OPS:
+            return True
+        return not self._is_hopeless(self.account.placed(self._begun(hoped)))
 
     def or_faster(self, plan: Plan, others: Iterable[_Search]) -> Plan:
         """Return `plan`, or the fastest that `others` made of no more live bytes, if that is faster and fits here."""
@@ -317,6 +326,7 @@ class _Search:
         return low
 
     def _is_hopeless(self, plan: Plan) -> bool:
+        """Return whether a placed plan, which takes seconds to make, takes far too much."""
         return len(plan.graph.ops) > MANY_OPS and plan.taken_bytes > HOPE * self._bytes
 
     def _is_close(self, live_bytes: int) -> bool:
@@ -336,11 +346,12 @@ class _Search:
             finally:  # after an error, or Ctrl-C, none begins
                 pool.shutdown(wait=False, cancel_futures=True)
 
+    def _begun(self, plan: Plan) -> Plan:
+        return replace(plan, model_on_host=True) if self._on_host and may_leave(plan.graph) else plan
+
     def _at(self, live_bytes: int, effort: float) -> Plan:
         if (live_bytes, effort) not in self._tried:
-            plan = self.made(live_bytes, effort)
-            if self._on_host and may_leave(plan.graph):
-                plan = replace(plan, model_on_host=True)
+            plan = self._begun(self.made(live_bytes, effort))
             # By the first, which no thread makes while others do: so the answer does not depend on their order.
             first = next(iter(self._tried.values()), None)
             account = self.account if first is None else self.account.with_likely(first)
