@@ -238,6 +238,7 @@ class _Call:
         self.overspill = session
         self._called = False
         self.sharded: ShardedModel | None = None
+        self._rows = session.watch_calls.rows(session)
         if isinstance(recipe.model, nn.Module):
             self.__wrapped__ = recipe.model.forward  # whose arguments inspect.signature finds; trainers look at them
         watch_optimizers()  # before a first step, whose closure may be all that calls the model
@@ -265,11 +266,18 @@ class _Call:
         trace_what_is_away()
         watch = self.overspill.watch_calls
         before = watch.graphs_run
+        with self.overspill.watching(self._rows):
+            result = self._rows.run(lambda: self._run(call, args, kwargs, first=first), self.overspill.begin_again)
+        watch.check(self._recipe.name, before, self.overspill, args, kwargs, result, self._rows)
+        return result
+
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any, *, first: bool) -> Any:
+        """Call the compiled model. Raises its errors, and ours in place of Dynamo's."""
         inside = nullcontext() if self.sharded is None else self.sharded.called()
         shown = shown_in_terminal(f"planning the first step of {self._recipe.name}") if first else nullcontext()
         with inside, whole_models(), plans_needed(self.overspill.options.backend), shown:
             try:
-                result = call(*args, **kwargs)
+                return call(*args, **kwargs)
             except OverspillError as error:  # it says what is wrong; the frames of Dynamo below do not
                 raise error if os.environ.get("OVERSPILL_DEBUG") else error.with_traceback(None) from None
             except (InternalTorchDynamoError, AssertionError, TorchRuntimeError) as error:
@@ -287,8 +295,6 @@ class _Call:
                     f"torch.compile cannot trace {self._recipe.name} ({what.strip()}, at {line}); "
                     "write that otherwise, or use overspill.train_step"
                 ) from error
-        watch.check(self._recipe.name, before, self.overspill, args, kwargs, result)
-        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy a method with its object; return a function itself."""

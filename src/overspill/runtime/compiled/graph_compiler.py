@@ -110,6 +110,7 @@ class GraphCompiler:
         A second derivative of its backward is refused.
         """
         session_now, planned, has_arena, gradients = self._session, self.planned, self.has_arena, self.gradients
+        changed, broken = self.changed, self.frame.broken
         if planned is None:  # no ops
             return compiled
 
@@ -126,8 +127,9 @@ class GraphCompiler:
                 session.loop.state.notice_saved()
             if not has_arena:
                 session.arenas.give_back()
-            with wrappers_shown(args):
+            with wrappers_shown(args), session.graph_runs(args, changed, broken=broken) as seen:
                 outputs = compiled(*args)
+                seen.append(outputs)
             # Register what must happen when autograd reaches this call's backward.
             if torch.is_grad_enabled() and (node := compiled_node(outputs)) is not None:
                 refuse_double_backward(node)

@@ -12,7 +12,7 @@ import re
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, Protocol
@@ -33,10 +33,9 @@ from overspill.pytorch.trees import tree_leaves
 from .double_backward import COMPILED
 from .dynamo_gaps import BY_VALUES, OF_EAGER, OWN_BACKWARD, PATCHES
 from .renewal import Renewal
+from .routed_rows import SPARE, RoutedRows
 from .unplanned_backward import measure_backward, name_of
 
-SPARE = 1.25
-"""If a part without a plan keeps or takes more than at first, it varies: plans set aside so many times as much."""
 MOST_PLANS = 512
 """Most kinds of inputs (shapes above all) of one function; each has a plan of its own."""
 WARN_INSTEAD = "or pass on_unplanned='warn' to train without the promise"
@@ -127,14 +126,14 @@ class PlanCheck:
 
     Steps of optimizers are checked by `step_check`.
 
-    `graphs_run` and `backwards_run` count runs of planned graphs, forward and backward. `kept_bytes` are the most that
-    ops outside of them keep for backward in a call, and `taken_bytes` the most that one of them takes in backward:
-    plans set both aside.
+    `graphs_run` and `backwards_run` count runs of planned graphs, forward and backward.
     """
 
     def __init__(self, on_unplanned: str, renewal: Renewal) -> None:
         self.graphs_run = self.backwards_run = 0
-        self.kept_bytes = self.taken_bytes = 0
+        self._kept_bytes = self._taken_bytes = 0
+        self._routed: weakref.WeakSet[RoutedRows] = weakref.WeakSet()
+        self._aside: tuple[int, int] | None = None
         self._renewal = renewal
         self.checks_steps = True
         """Whether each optimizer's steps are checked. A trainer's callback checks them itself."""
@@ -146,10 +145,46 @@ class PlanCheck:
         """The most bytes that ops outside of planned graphs have kept, by their names."""
         self._warned: set[str] = set()
 
-    def check(self, model: str, before: int, room: RoomInPlans, args: Any, kwargs: Any, result: Any) -> None:
+    def rows(self, room: RoomInPlans) -> RoutedRows:
+        """Return what watches the rows that values choose in calls of one model."""
+        made = RoutedRows(lambda of, bound: self._has_room(*of.needs(bound), room), self._renewal)
+        self._routed.add(made)
+        return made
+
+    def begin_plans(self) -> None:
+        """Note that there are no plans any more."""
+        self._aside = None
+
+    def set_aside(self) -> tuple[int, int]:
+        """Return the bytes that a plan, which is made now, sets aside for ops outside of planned graphs.
+
+        They are the most that such ops keep for backward in a call, and the most that is taken at once besides.
+        """
+        needs = [rows.needs(rows.bound) for rows in self._routed if rows.bound is not None]
+        kept, taken = (max(each, default=0) for each in zip(*needs, strict=True)) if needs else (0, 0)
+        now = max(self._kept_bytes, kept), max(self._taken_bytes, taken)
+        self._aside = now if self._aside is None else self._aside  # the bounds only grow
+        return now
+
+    def _has_room(self, kept: int, taken: int, room: RoomInPlans) -> bool:
+        """Return whether all plans have memory for what such ops keep for backward, and take at once besides."""
+        aside, _ = self._aside or (0, 0)
+        more = max(0, kept - aside)
+        return more <= room.room_bytes() and taken + more <= room.between_bytes()
+
+    def check(
+        self,
+        model: str,
+        before: int,
+        room: RoomInPlans,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        rows: RoutedRows | None = None,
+    ) -> None:
         """Raise UnplannedError, or warn once, if the call ran unplanned.
 
-        `before` is `graphs_run` before the call.
+        `before` is `graphs_run` before the call. `rows` has watched those that values choose.
         """
         # Nothing planned ran at all.
         if self.graphs_run == before:
@@ -163,23 +198,37 @@ class PlanCheck:
         if now in self._seen and not self._most:
             return
         self._seen.add(now)
-        self._check_outside(f"has a part of {model} that torch.compile does not trace", room, args, kwargs, result)
+        part = f"has a part of {model} that torch.compile does not trace"
+        routed = rows if rows is not None and rows.seen.total else None
+        self._check_outside(part, room, dict(_saved_outside(args, kwargs, result)), routed)
 
-    def _check_outside(self, part: str, room: RoomInPlans, args: Any, kwargs: Any, result: Any) -> None:
+    def _check_outside(
+        self, part: str, room: RoomInPlans, saved: Mapping[Node, list[Tensor]], rows: RoutedRows | None
+    ) -> None:
         """Have plans set aside what ops outside of them keep for backward, and take there, if it is more than ever."""
         spare = SPARE if self._most else 1
-        saved = dict(_saved_outside(args, kwargs, result))
         kept = {name_of(node) for node, of in saved.items() if of}
-        if (nbytes := sum(t.nbytes for of in saved.values() for t in of)) > self.kept_bytes + room.room_bytes():
-            self.kept_bytes = int(spare * nbytes)
-            self._ask(f"{part} ({', '.join(sorted(kept)[:3])}), which keeps {format_bytes(nbytes)} for backward")
+        nbytes = sum(t.nbytes for of in saved.values() for t in of)
+        keeps = f"{part} ({', '.join(sorted(kept)[:3])}), which keeps {format_bytes(nbytes)} for backward"
+        if rows is not None:
+            rows.kept.see(rows.seen.total, nbytes)
+            self._learn(rows, (nbytes, 0), room, keeps)
+        elif nbytes > self._kept_bytes + room.room_bytes():
+            self._kept_bytes = int(spare * nbytes)
+            self._ask(keeps)
 
         # What the backwards of these take is known once they have run.
-        def took(name: str, nbytes: int) -> None:
-            if nbytes > self.taken_bytes:
-                self.taken_bytes = int(spare * nbytes)
+        chosen = set() if rows is None else {*rows.counts}
+
+        def took(name: str, nbytes: int, lengths: set[int]) -> None:
+            takes = f"{part} ({name}), whose backward takes {format_bytes(nbytes)}"
+            if rows is not None:
+                rows.taken[name].see(max(lengths & chosen, default=0), nbytes)
+                self._learn(rows, (0, nbytes), room, takes)
+            elif nbytes > self._taken_bytes:
+                self._taken_bytes = int(spare * nbytes)
                 if nbytes > room.between_bytes():
-                    self._ask(f"{part} ({name}), whose backward takes {format_bytes(nbytes)}")
+                    self._ask(takes)
 
         # The more an op keeps, the more its backward takes.
         most = dict(self._most)
@@ -190,6 +239,17 @@ class PlanCheck:
                 measure_backward(node, of, took)
         if kept:
             self._most = most
+
+    def _learn(self, rows: RoutedRows, measured: tuple[int, int], room: RoomInPlans, what: str) -> None:
+        """Plan for more rows than were seen; say `what` was measured if plans had no memory for that."""
+        if rows.bound is None:
+            rows.offer()
+        assert rows.bound is not None
+        if not self._has_room(*measured, room):
+            self._ask(what)
+        elif rows.fallback is not None and not self._has_room(*rows.needs(rows.bound), room):  # no call has run by it
+            self._renewal.is_asked = True
+            self._renewal.begin_rounds()
 
     def _ask(self, what: str) -> None:
         self._renewal.begin_rounds()
@@ -276,4 +336,5 @@ def _saved(node: Node) -> list[Tensor]:
     for name in (*_names_of_saved(kind), "saved_tensors"):
         with suppress(RuntimeError):  # changed in place, as weights are that move; if it is another, backward says so
             saved.append(getattr(node, name, ()))
-    return [t for t in tree_leaves(saved) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+    found = [t for t in tree_leaves(saved) if isinstance(t, Tensor)]
+    return [t for t in found if not isinstance(t, nn.Parameter) and not isinstance(t._base, nn.Parameter)]

@@ -16,7 +16,7 @@ class Renewal:
     def __init__(self) -> None:
         self.is_asked = False
         self.steps_over = 0
-        """How many steps did what their plans did not know, and may have taken more than the budget."""
+        """How many steps did what their plans did not know: they began again, or may have been over the budget."""
         self._is_over = False
         self._rounds = 0
         self._waited = 0
@@ -35,6 +35,14 @@ class Renewal:
                 "next step on the plans know it",
                 stacklevel=4,
             )
+
+    def over(self, what: str) -> None:
+        """Count a step for which plans are made before anything has gone beyond them, and warn.
+
+        `what` describes the action that ended its call.
+        """
+        self.steps_over += 1
+        warnings.warn(f"this step {what}: it begins again, by plans for more", stacklevel=3)
 
     def is_due(self, pending: int) -> bool:
         """Return whether plans are outdated and no step is running, whose calls would be recompiled one by one.

@@ -55,6 +55,7 @@ from .pending_calls import GraphFrame, GraphKey, Part, PendingCalls
 from .plan_check import PlanCheck
 from .planned import Planned, SessionStep
 from .renewal import Renewal
+from .routed_rows import RoutedRows
 from .sharded import ShardedModel
 from .step_check import check_step
 from .weak_references import WeakReferences
@@ -97,6 +98,8 @@ class Session(PlannedPeaks):
         self.sharded: ShardedModel | None = None
         """The model of the session that `fully_shard` has sharded."""
         self._calling = 0  # which model is called, where there are several
+        self.rows: RoutedRows | None = None
+        """What watches the rows that values choose in the call that runs."""
         # Their plans, and what these are made by.
         self.renewal = Renewal()
         self.watch_calls = PlanCheck(options.on_unplanned, self.renewal)
@@ -165,7 +168,10 @@ class Session(PlannedPeaks):
 
     @property
     def steps_over(self) -> int:
-        """How many steps did what their plans did not know, and may have taken more than the budget; each warned."""
+        """How many steps did what their plans did not know; each warned.
+
+        They may have taken more than the budget, but for those that began again by plans for more rows.
+        """
         return self.renewal.steps_over
 
     @property
@@ -338,6 +344,35 @@ class Session(PlannedPeaks):
             self._plans.renew()
             self._compile_again()
 
+    @contextmanager
+    def watching(self, rows: RoutedRows) -> Iterator[None]:
+        """Let `rows` see what runs between planned graphs within the context; not where ranks run one plan."""
+        around, self.rows = self.rows, rows if self.sharded is None else None
+        try:
+            yield
+        finally:
+            self.rows = around
+
+    @contextmanager
+    def graph_runs(self, args: Sequence[Any], changed: Iterable[int], *, broken: bool) -> Iterator[list[Any]]:
+        """Watch no rows in the context, in which a planned graph runs on `args`; the caller adds its outputs.
+
+        It changes those at the positions `changed` in place. If it is `broken`, what is behind it is watched.
+        """
+        made: list[Any] = []
+        if self.rows is not None:
+            self.rows.pause(args[position] for position in changed)
+        yield made
+        if self.rows is not None and broken:
+            self.rows.resume(args, made)
+
+    def begin_again(self) -> None:
+        """Plan again before a call that has been undone runs again. Raises InfeasibleBudgetError."""
+        self.renewal.begin_rounds()
+        self._plans.renew()
+        self._compile_again()
+        self.begin_call(self._calling)
+
     def notice_kept_gradients(self) -> None:
         """Plan once more before a model call if gradients of an earlier backward still exist."""
         if not self.accumulates and torch.is_grad_enabled() and self.gradients_are_kept():
@@ -351,6 +386,7 @@ class Session(PlannedPeaks):
         """Make each graph be planned again, with present knowledge."""
         self.arenas.give_back()
         empty_cache(self._where)  # what the plans before took, those to come may not count on
+        self.watch_calls.begin_plans()
         reset_dynamo()
 
     # -- planning
@@ -386,12 +422,13 @@ class Session(PlannedPeaks):
         given = [i for i, info in enumerate(inputs) if info.kind is TensorKind.INPUT]
         ends_in_loss = self.losses.is_only(joint, part, frame)
         others = 0 if trains else self._plans.kept_by_others(kind, frame)
+        kept, taken = self.watch_calls.set_aside()
         surroundings = surroundings_of(
             joint, here, self.followed.parameters, self.followed.optimizers, self.options.reserve,
-            retained_bytes=self._kept_bytes() + self.watch_calls.kept_bytes + others,
+            retained_bytes=self._kept_bytes() + kept + others,
             accumulates=self.accumulates, clips=self.clips,
             beside=self._other_batches(joint, [examples[i] for i in given], examples), ends_in_loss=ends_in_loss,
-            trained=self.followed.trained, between_bytes=self.watch_calls.taken_bytes,
+            trained=self.followed.trained, between_bytes=taken,
         )  # fmt: skip
         # Plan it beside the others.
         problem = GraphProblem(kind, frame, joint, inputs, surroundings, self.options, account, capture, make)

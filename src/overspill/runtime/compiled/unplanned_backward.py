@@ -42,21 +42,24 @@ def _is_planned(parameter: nn.Parameter) -> bool:
     return not (isinstance(guard, TensorGuard) and guard.may_leave)
 
 
-def measure_backward(node: Node, saved: Sequence[Tensor], tell: Callable[[str, int], None]) -> None:
-    """Call `tell(name, nbytes)` once the backward of `node` has run, which keeps the tensors `saved` until then.
+def measure_backward(node: Node, saved: Sequence[Tensor], tell: Callable[[str, int, set[int]], None]) -> None:
+    """Call `tell(name, nbytes, lengths)` once the backward of `node` has run, which keeps `saved` until then.
 
-    The bytes are the most that it has at once, with the gradients that it is given.
+    The bytes are the most that it has at once, with the gradients that it is given. The lengths are those of all these
+    tensors.
     """
     if hasattr(node, "variable"):  # it adds to the gradient of a parameter, which plans count
         return
     kept = {storage_key(tensor) for tensor in saved if has_storage(tensor)}
     running: list[_Taken] = []
+    lengths = {len(t) for t in saved if t.dim()}
 
     def begin(gradients: Sequence[Tensor | None]) -> None:
         before.remove()
         if (device := next((g.device for g in gradients if g is not None), None)) is None:
             after.remove()
             return
+        lengths.update(len(g) for g in gradients if g is not None and g.dim())
         running.append(_Taken(device))
         running[0].left_out |= kept
         running[0].add(gradients)
@@ -65,7 +68,7 @@ def measure_backward(node: Node, saved: Sequence[Tensor], tell: Callable[[str, i
     def end(*_: Any) -> None:
         after.remove()
         pop_mode()
-        tell(node_name, running.pop().peak_bytes)
+        tell(node_name, running.pop().peak_bytes, lengths)
 
     node_name = name_of(node)
     before, after = node.register_prehook(begin), node.register_hook(end)
