@@ -143,6 +143,7 @@ class RoutedRows(TorchDispatchMode):
                     if self.fallback is not None:
                         self.bound, self.fallback = self.fallback, None
                     elif over:
+                        self.undo()
                         self.bound, self.fallback = before
                         self._renewal.is_asked = True
                         raise error.with_help(
