@@ -56,6 +56,15 @@ def test_a_reader_sees_the_curve_and_what_holds_it_up(overspill: Overspill) -> N
     assert last.startswith("proving the bound within ")
 
 
+@pytest.mark.parametrize("command", ["plan", "compare --policies liveness", "sweep --policies liveness --points 2"])
+def test_of_several_micro_batches_figures_are_of_the_last_and_are_told_so(overspill: Overspill, command: str) -> None:
+    words = f"{command} nets:shallow --batch 4 --accumulate 3"
+    assert overspill(f"{words} --json").answer["figures_of"] == "the last of 3 micro-batches"
+    text = " ".join(overspill(words).out.split())
+    assert ("the last of 3 micro-batches" if command == "plan" else "3 micro-batches, figures of the last") in text
+    assert overspill(f"{command} nets:shallow --batch 4 --json").answer["figures_of"] == "a step"
+
+
 @pytest.mark.long
 def test_where_no_budget_fits_the_device_the_answer_is_no(overspill: Overspill, tmp_path: Path) -> None:
     tiny = replace(load_device("t4"), name="tiny", memory_bytes=150 << 20)

@@ -10,7 +10,7 @@ from tests.simulate.graphs import DEVICE, Build, with_lines
 
 from overspill.core import HOST, Graph, Phase, Stall, TensorKind, Timeline
 from overspill.plans.plan import Plan, make_plan
-from overspill.report.plan import peak_of, plan_page, step_notes, waiting
+from overspill.report.plan import peak_of, plan_page, plan_verdict, step_notes, waiting
 from overspill.report.terminal import in_terminal
 
 
@@ -63,6 +63,18 @@ def test_the_largest_tensors_are_told_with_their_lines_in_any_width() -> None:
         assert "".join(source.split()) in "".join(told.split()) or "a_long_name_for_a_model.py:100" in told
     plain = shown(in_terminal(plan_page(plan())))
     assert " line" not in next(line for line in plain.splitlines() if line.startswith("tensor "))
+
+
+@pytest.mark.parametrize(
+    ("unmanaged", "said"),
+    [
+        (177, "Fits in 200 B: takes 183 B at most; without a plan 177 B, most likely"),
+        (190, "Fits in 200 B: takes 183 B; without a plan 190 B"),
+    ],
+)
+def test_a_card_for_more_than_the_likeliest_of_plain_training_is_the_most(unmanaged: int, said: str) -> None:
+    made = replace(plan(), device_bytes=183, device_budget_bytes=200, unmanaged_device_bytes=unmanaged)
+    assert plan_verdict(made).text == said
 
 
 def test_scratch_space_counts_as_workspace() -> None:

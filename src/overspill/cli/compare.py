@@ -133,8 +133,9 @@ def compare(
         "budget_bytes": rows.budget_bytes,
         "baseline": BASELINE,
         "lower_bound_seconds": rows.lower_bound_seconds,
+        "figures_of": job.planned_part,
     }
-    titled = f"{job.titled} on {rows.device.name}{job.manner(whole_step=whole_step)}"
+    titled = f"{job.titled} on {rows.device.name}{job.manner(whole_step=whole_step, of_last=True)}"
     return _outcome(request, titled, rows, {"plot": plot, "report": report}, begun, crossings, budget)
 
 

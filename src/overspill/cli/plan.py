@@ -180,12 +180,13 @@ def _feasible(
 
 def _figures(made: Plan, least_bytes: int | None, placed: Placed) -> dict[str, Any]:
     """Return all figures of a plan and its layout, for the JSON."""
-    from overspill.report.plan import peak_of, peak_rows, stored_by_kind
+    from overspill.report.plan import peak_of, peak_rows, stored_by_kind, timed_part
     from overspill.runtime.transfer.stores import store_bytes
 
     peak = peak_of(made)
     return {
         "budget_bytes": made.asked_bytes,
+        "figures_of": timed_part(made).removeprefix("for "),
         "least_bytes": least_bytes,
         "peak_bytes": made.peak_bytes,
         "reserved_bytes": made.reserved_bytes,
@@ -243,8 +244,8 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudgetError, title: st
     The JSON object has all keys; those of the plan are null.
     """
     unknown = (
-        "least_bytes", "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes",
-        "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes", "host_bytes", "disk_bytes",
+        "figures_of", "least_bytes", "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes",
+        "unmanaged_peak_bytes", "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes", "host_bytes", "disk_bytes",
         "disk_written_bytes", "disk_read_bytes", "disk_seconds", "model_on_host",
         "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds",
         "gap", "exposed_transfer_seconds", "communication_seconds", "exposed_communication_seconds",

@@ -82,8 +82,11 @@ def sweep(
         options = Options(device=device, whole_step=whole_step, backend=backend)
         narrator.now(f"capturing {job.name} for {device.name}")
         found = sweep_job(job, options, names, points, narrator.now, software_named(torch, cuda))
-    request = job.request() | {"whole_step": whole_step, "backend": backend, "gpu": device.name}
-    title = f"{job.titled} on {device.name}{job.manner(whole_step=whole_step)}, at every budget: simulated"
+    request = job.request() | {
+        "whole_step": whole_step, "backend": backend, "gpu": device.name, "figures_of": job.planned_part,
+    }  # fmt: skip
+    manner = job.manner(whole_step=whole_step, of_last=True)
+    title = f"{job.titled} on {device.name}{manner}, at every budget: simulated"
     return _outcome(request, found, title, begun, report)
 
 

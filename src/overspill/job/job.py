@@ -432,10 +432,11 @@ class Job:
               "take adamw")),
         )  # fmt: skip
 
-    def manner(self, *, whole_step: bool) -> str:
+    def manner(self, *, whole_step: bool, of_last: bool = False) -> str:
         """Return how training differs from the plain loop, for a title.
 
-        It names the dtype, several GPUs, the whole step if that is planned, and other options.
+        It names the dtype, several GPUs, the whole step if that is planned, and other options; also whether figures are
+        `of_last` micro-batch, if there are several.
         """
         parts = [] if self.dtype == "float32" else [f"in {self.dtype}"]
         if self.parallel is not None:
@@ -448,7 +449,13 @@ class Job:
             "clip_value": f"gradients clipped to ±{self.clip_value:g}" if self.clip_value else "",
         }
         parts += [worded.get(name) or self._way(name) for name in self.ways()]
+        parts += ["figures of the last micro-batch"] * (of_last and self.accumulate > 1)
         return "".join(f", {part}" for part in parts)
+
+    @property
+    def planned_part(self) -> str:
+        """What the figures of one planned step are of, in words."""
+        return "a step" if self.accumulate == 1 else f"the last of {self.accumulate} micro-batches"
 
     def ways(self) -> list[str]:
         """Return the fields that differ from the plain loop, without optimizer, dtype and number of GPUs."""

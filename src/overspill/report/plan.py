@@ -104,7 +104,11 @@ def plan_verdict(plan: Plan, least_bytes: int | None = None) -> Verdict:
     # Where an allocator is the budget's, the unmanaged step is known by its live tensors alone.
     in_pool = plan.device_bytes is None and plan.reserved_bytes is not None
     live = "live tensors take " if in_pool else ""
-    taken = f"takes {format_bytes(plan.needed_bytes)}; without a plan {live}{format_bytes(plan.unmanaged_bytes)}"
+    taken, unmanaged = format_bytes(plan.needed_bytes), f"{live}{format_bytes(plan.unmanaged_bytes)}"
+    if plan.needed_bytes > plan.unmanaged_bytes and plan.device_bytes is not None:
+        # A plan's card is the largest of several runs, with some to spare; an estimate is the likeliest.
+        taken, unmanaged = f"{taken} at most", f"{unmanaged}, most likely"
+    taken = f"takes {taken}; without a plan {unmanaged}"
     leave, total = plan.schedule.counts[Verb.OFFLOAD], f" of {format_bytes(plan.offloaded_bytes)}"
     moved = f"{count(leave, 'tensor')}{total if leave else ''} leave"
     least = [] if least_bytes is None else [
