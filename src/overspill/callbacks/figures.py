@@ -37,7 +37,7 @@ class StepFigures:
         """Return the figures by name, averaged over the steps since last time.
 
         - `planned_peak_bytes`: of the plans in force.
-        - `steps_over`, of compiled models: how many steps so far did what their plans did not know.
+        - `steps_over`: how many steps so far did what their plans did not know.
         - `offloaded_bytes`, `prefetched_bytes`, `step_seconds`: of a step.
         - `wait_seconds`, on the CPU: how long compute waited for transfers.
         - `measured_peak_bytes`, on CUDA, where compute waits on the device: PyTorch's peak of allocated bytes since its
@@ -59,9 +59,8 @@ class StepFigures:
             "offloaded_bytes": offloaded,
             "prefetched_bytes": prefetched,
             "step_seconds": (now - self._since) / steps,
+            "steps_over": source.steps_over,
         }
-        if isinstance(source, Session):
-            found["steps_over"] = source.steps_over
         # The CPU has a clock for waits, CUDA a peak of allocated bytes.
         if source.device.type == "cpu":
             found["wait_seconds"] = waited

@@ -22,6 +22,25 @@ def set_python_randomness(state: tuple[Any, Any]) -> None:
     np.random.set_state(state[1])  # noqa: NPY002
 
 
+def randomness() -> Any:
+    """Return the state of all generators: torch's on the host and on the GPUs in use, Python's and NumPy's.
+
+    It has no tensors, which would count in a budget on the CPU.
+    """
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [state.numpy().tobytes() for state in (torch.get_rng_state(), *on_gpus)], python_randomness()
+
+
+def set_randomness(state: Any) -> None:
+    """Make all generators go on from `state`."""
+    of_torch, of_python = state
+    on_host, *on_gpus = (torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in of_torch)
+    torch.set_rng_state(on_host)
+    for number, on_gpu in enumerate(on_gpus):
+        torch.cuda.set_rng_state(on_gpu, number)
+    set_python_randomness(of_python)
+
+
 @contextmanager
 def drawing_from(seed: int | None) -> Iterator[None]:
     """Seed all generators with `seed` inside the block (None: leave them), and restore their states afterwards."""

@@ -22,6 +22,7 @@ from overspill.capture.compiled.batch_norm import (
     recomputes_without_statistics,
     results_without_statistics,
 )
+from overspill.capture.compiled.chosen_rows import RUN_AS as CHOSEN
 from overspill.capture.compiled.gathers import Gather, StartCollective, wait
 from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured
 from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, storages
@@ -305,7 +306,7 @@ class Emitter:
         if (started := self.started.pop(does[1], None)) is not None:
             return self._call(wait, (started,), node.name)
         new = self._in_place(node) or self._in_given(node) or self.graph.node_copy(node, self.values.resolve)
-        new.target = RUN_AS.get(new.target, new.target)
+        new.target = node.meta.get(CHOSEN, RUN_AS.get(new.target, new.target))
         if not reduces_in_place(node):
             return new
         new.meta[DOES] = does  # with the copy, which has its name

@@ -179,8 +179,8 @@ def branching_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model, x, y) if model(x).sum() > 0 else model(x).sum()
 
 
-def nonzero_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return model(x)[(model(x) > 0).nonzero()[:, 0]].sum()
+def unique_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return model(x)[model(x).argmax(1).unique()].sum()
 
 
 def numpy_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ LOSSES_REFUSED: dict[str, tuple[Any, str]] = {
     "of no parameter": (lambda model, x, y: x.sum(), "no parameter|depends on"),
     "item()": (item_loss, r"\.item\(\).*torch\.where.*overspill\.compile"),
     "if": (branching_loss, r"reads .*torch\.where.*overspill\.compile"),
-    "nonzero": (nonzero_loss, r"shapes .*\(.*line \d+\)"),
+    "unique": (unique_loss, r"shapes .*\(.*line \d+\)"),
     "numpy": (numpy_loss, r"numpy\(\)"),
     "another model's state": (stranger_loss, "as a buffer"),
     "sparse": (sparse_loss, r"sparse tensor \(.*index_add"),

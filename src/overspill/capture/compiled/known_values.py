@@ -33,6 +33,7 @@ from overspill.pytorch.fake_tensors import (
 from overspill.pytorch.schemas import argument, written_arguments
 from overspill.pytorch.trees import tree_leaves, tree_map_only
 
+from .chosen_rows import ChosenRows
 from .guards import Guards
 from .value_graph import ValueGraph, for_real
 
@@ -66,12 +67,14 @@ class KnownValues(FakeTensorMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, eager: bool = False) -> None:
+    def __init__(self, *, eager: bool = False, rows: ChosenRows | None = None) -> None:
         """Make a mode in which no values are known yet.
 
-        If `eager`, the step runs eager's kernels: its random numbers are known, and packed sequences are traced.
+        If `eager`, the step runs eager's kernels: its random numbers are known, and packed sequences are traced. With
+        `rows`, unknown values may choose rows.
         """
         super().__init__(allow_non_fake_inputs=True)
+        self.rows = rows
         self._eager = eager
         self._depth = 0
         self._sources: list[tuple[FakeTensor, Tensor, int]] = []
@@ -99,6 +102,9 @@ class KnownValues(FakeTensorMode):
         self._graph = ValueGraph(self._own, knows_draws=self._eager)
         for source in self._sources:
             self._graph.add_input(*source)
+        self._noted = 0
+        if self.rows is not None:
+            self.rows.begin()
 
     @property
     def outside(self) -> list[Tensor]:
@@ -113,7 +119,9 @@ class KnownValues(FakeTensorMode):
         """Return the guards of the last pass; afterwards the mode holds no real tensors."""
         found = self.guards()
         self._sources.clear()
+        rows, self.rows = self.rows, None  # which are those of the captured step from now on
         self.begin()
+        self.rows = rows
         return found
 
     def __torch_dispatch__(
@@ -144,6 +152,9 @@ class KnownValues(FakeTensorMode):
             made = self._answer(func, types, args, given, error)
         finally:
             self._depth -= 1
+        if self.rows is not None and not self._depth and len(self.rows.bounds) > self._noted:
+            self._noted = len(self.rows.bounds)
+            self.rows.made(made)
         if isinstance(func, OpOverload) and made is not NotImplemented:
             self._graph.note(func, args, given, made, inside=self._depth > 0)
         return made
@@ -194,7 +205,9 @@ class KnownValues(FakeTensorMode):
     def _nonzero(self, error: Exception, x: Tensor) -> Tensor:
         count = self._count(x, error)
         with self:
-            return torch.empty_strided((count, x.dim()), (1, max(count, 1)), dtype=torch.int64, device=x.device)
+            # A symbolic count is two or more.
+            strides = (1, max(count, 1) if isinstance(count, int) else count)
+            return torch.empty_strided((count, x.dim()), strides, dtype=torch.int64, device=x.device)
 
     def _masked(self, error: Exception, x: Tensor, mask: Tensor) -> Tensor:
         with self:
@@ -229,7 +242,13 @@ class KnownValues(FakeTensorMode):
 
     def _count(self, mask: Tensor, error: Exception) -> int:
         """Return the number of nonzero elements of `mask`."""
-        return int(self._ask(self._graph.call(aten.count_nonzero.default, (mask,), {}), error))
+        try:
+            return int(self._ask(self._graph.call(aten.count_nonzero.default, (mask,), {}), error))
+        except UnknownValue:
+            if self.rows is None:
+                raise
+            count: int = self.rows.size(self, mask.numel())
+            return count
 
     def _like(self, real: Tensor) -> Tensor:
         with self:

@@ -37,7 +37,7 @@ from .checks import Checks
 from .effects import output_descs, without_tokens
 from .joint import JointGraph
 from .kernels import eager_kernels
-from .known_values import ChangesExternalTensor, UnknownValue, where
+from .known_values import ChangesExternalTensor, KnownValues, UnknownValue, where
 from .layer_calls import layers_noted
 from .lines import lines_noted
 
@@ -66,6 +66,8 @@ def joint_of_step(
                 graph_module = _heard(partial(checks.followed, step), values, backward, casts)
             except UnknownValue as asked:
                 checks.decide(asked, step, values)
+        if isinstance(mode := values[0].fake_mode, KnownValues) and mode.rows is not None:
+            mode.rows.bound(graph_module, mode)
     # Clean up the graph, and make sure that there is something to differentiate.
     without_tokens(graph_module.graph)
     checks.put_into(graph_module.graph)

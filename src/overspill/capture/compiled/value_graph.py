@@ -18,6 +18,7 @@ from overspill.core.errors import UnsupportedError
 from overspill.pytorch.dispatch import DisableAutocast, disable_current_modes, no_python_dispatcher, schema_of
 from overspill.pytorch.fake_tensors import FakeTensor
 from overspill.pytorch.storages import storage_key
+from overspill.pytorch.symbols import is_symbolic
 from overspill.pytorch.trees import tree_leaves, tree_map_only
 
 from .guards import DRAWS, Guards, Question, drawing, needed_for, word
@@ -98,7 +99,7 @@ class ValueGraph:
             return
         # Only tensors are followed; views of real tensors stay external.
         results = [r for r in (made if isinstance(made, (list, tuple)) else (made,)) if isinstance(r, FakeTensor)]
-        if not results:
+        if not results or any(map(is_symbolic, results)):
             return
         views = func.is_view and func is not aten.lift_fresh.default
         if views and any(map(self.is_external, _tensors(args, kwargs))):
@@ -155,6 +156,7 @@ class ValueGraph:
         if any(not tensor.is_cpu for tensor in _tensors(args, kwargs, made)):
             return
         self._knows_draws &= func.overloadpacket in _OF_FIXED_COUNT and kwargs.get("generator") is None
+        self._knows_draws &= not any(map(is_symbolic, _tensors(args, kwargs, made)))  # as many as rows are chosen
         if not self._knows_draws:
             return
         # Later draws depend on this one, so it is recorded even if its arguments are unknown.

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import InfeasibleBudgetError
-from overspill.models.drawing import python_randomness, set_python_randomness
+from overspill.models.drawing import randomness, set_randomness
 from overspill.pytorch.dispatch import OpOverload, TorchDispatchMode, pop_mode, push_mode, schema_of
 from overspill.pytorch.schemas import written_arguments
 from overspill.pytorch.storages import has_storage, storage_key
@@ -172,18 +172,14 @@ class RoutedRows(TorchDispatchMode):
         self.end()
         self.counts.clear()
         if self.bound is not None:
-            self._drawn = torch.get_rng_state(), _states_on_gpus(), python_randomness()
+            self._drawn = randomness()
 
     def undo(self) -> None:
         """Let all tensors that the call has changed, and the random generators, be as they were; begin it again."""
         self.pause(())
         for tensor, before in reversed(self._before):
             tensor.data.copy_(before)
-        of_cpu, of_gpus, of_python = self._drawn
-        torch.set_rng_state(of_cpu)
-        for number, state in enumerate(of_gpus):
-            torch.cuda.set_rng_state(state, number)
-        set_python_randomness(of_python)
+        set_randomness(self._drawn)
         self.begin()
 
     def end(self) -> None:
@@ -287,7 +283,3 @@ def _chooses_rows(op: Any, args: tuple[Any, ...]) -> bool:
 def _keys(values: Iterable[Any]) -> Iterator[int]:
     """Yield the keys of the storages of tensors."""
     return (storage_key(t) for t in tree_leaves(values) if isinstance(t, Tensor) and has_storage(t))
-
-
-def _states_on_gpus() -> list[Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []

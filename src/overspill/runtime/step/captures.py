@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from overspill.capture.compiled.backward import Backward
+from overspill.capture.compiled.chosen_rows import ChosenRows
 from overspill.capture.compiled.compiling import answering_is_compiling
 from overspill.capture.compiled.gathers import GatheredGroup
 from overspill.capture.compiled.graph import InputInfo
@@ -96,6 +97,8 @@ class StepCaptures:
         self.options = options
         self.gradients = gradients
         self.processes = processes
+        self.rows: ChosenRows | None = None
+        """What values of parameters may choose in the next step that is captured; None: nothing."""
         self._clipping = clipping
         self._add_up = add_up
 
@@ -198,7 +201,9 @@ class StepCaptures:
                 return trace_step(step, self.state.module, infos, values, ops, named=readable)
 
         found, python = watched(lambda begin: traced(after(begin, function)), lambda found: found.joint.module.code)
-        several = self.options.in_pieces and self.processes.size == 1
+        mode = values[0].fake_mode
+        chosen = isinstance(mode, KnownValues) and mode.rows is not None and bool(mode.rows.bounds)
+        several = self.options.in_pieces and self.processes.size == 1 and not chosen
         ways = found.ways() if several else (found.captured,)
         return ((way(outside_graph), way) for way in ways), python
 
@@ -239,7 +244,7 @@ class StepCaptures:
         """
         infos, takes = [], []
         values: list[Any] = []
-        with KnownValues(eager=self.options.backend != "inductor") as known:
+        with KnownValues(eager=self.options.backend != "inductor", rows=self.rows) as known:
             # Parameters first, then buffers and inputs, whose values may be read.
             memory = self.state.overlapping()
             for name in self.state.parameters:

@@ -66,6 +66,7 @@ class MicrobatchRunner:
             call.loss = each if call.loss is None else call.loss + each
         call.returned = compiled.results.filled(call.loss, others)
         others.clear()
+        self._plans.ran(compiled)
         call.number, call.run, call.compiled = call.number + compiled.micro_batches, None, None
 
     def _begin(self, call: StepCall, tracker: LiveBytes | None, recorder: RunRecorder | None) -> None:

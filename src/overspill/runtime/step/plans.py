@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overspill.capture.compiled.chosen_rows import ChosenRows
 from overspill.capture.compiled.guards import Guards
 from overspill.capture.compiled.joint import storages
 from overspill.capture.compiled.kernels import kernel_settings
@@ -51,6 +52,7 @@ from .host_updates import tell_of_others
 from .python_state import PythonState
 from .residency import Residency, bring_for_others
 from .results import Results
+from .row_bounds import RowBounds
 from .updates import update_together
 
 TELLING = 8
@@ -105,6 +107,8 @@ class Compiled:
     """The parameters that are updated on the host."""
     micro_batches: int
     """How many micro-batches it has beside one another, whose losses it returns."""
+    rows: ChosenRows | None
+    """The rows that values choose in it; None if they choose none."""
 
     def at(self, place: Place) -> frozenset[str]:
         """Return the residents that are at `place` when the program begins."""
@@ -132,6 +136,7 @@ class StepPlans:
         self.arena = StepArena()
         self.one_by_one = ""
         """Why micro-batches run one after another, as last planned; empty if they do not, or nothing is planned."""
+        self.rows = RowBounds()
         self._told = False
         self._leader = self._number = 0
         self._timers: list[tuple[str, OpTimer]] = []
@@ -202,7 +207,7 @@ class StepPlans:
                     found = self._followed(key, meeting, found, inputs, outside)
                 elif last:
                     self._leader = meeting.leader
-                    found = self._planned(inputs, outside)
+                    found = self._planned_for_rows(key, inputs, outside)
                 else:
                     found = self._planned_before(self.compile(inputs, whole, last=True), inputs, outside)
                 bring_for_others(found.outside)
@@ -322,7 +327,8 @@ class StepPlans:
         known = self._compiled.get(key, [])
         places = []
         for compiled in known:
-            if number in (0, compiled.number) and not compiled.python.changed():
+            fits = number in (0, compiled.number) and self.rows.fits(compiled.rows)
+            if fits and not compiled.python.changed():
                 bring_for_others(compiled.outside)
                 if (place := compiled.guards.difference(given)) is None:
                     known.remove(compiled)
@@ -398,6 +404,30 @@ class StepPlans:
         if self.options.profile:
             self._timers.append((plan.device.name, timer := OpTimer(plan.graph, self.state.where)))
             timer.instrument(program)
+
+    def _planned_for_rows(self, key: Any, inputs: tuple[Any, ...], outside_graph: OutsideGraph) -> Compiled:
+        """Return the plan of a step in which values may choose rows, where that is planned. Raises as `_planned`."""
+        alone = self.processes.size == 1 and self.gradients.accumulate == 1 and self.options.backend == "eager"
+        if not alone or self._account().has_arena or self.options.placement is not None:
+            return self._planned(inputs, outside_graph)
+        try:
+            for rows in self.rows.tries(key):
+                self._captures.rows = rows
+                try:
+                    return self._planned(inputs, outside_graph)
+                except InfeasibleBudgetError as error:
+                    refused = error
+                    if not rows.bounds:
+                        raise
+            raise refused
+        finally:
+            self._captures.rows = None
+
+    def ran(self, compiled: Compiled) -> None:
+        """Note that a step has run by a plan; drop that if its rows now have closer bounds."""
+        if compiled.rows is not None and self.rows.ran(compiled.rows, moves=compiled.plan.is_managed):
+            for known in self._compiled.values():
+                known[:] = [of for of in known if of is not compiled]
 
     def _planned(
         self,
@@ -531,6 +561,7 @@ class StepPlans:
             captured.partition,
             on_host,
             captured.micro_batches,
+            found.known.rows if found.known.rows is not None and found.known.rows.bounds else None,
         )  # fmt: skip
 
     def _idle(self, names: Iterable[str | int], plan: Plan) -> tuple[str, ...]:

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from overspill.capture.compiled.backward import check_saved_hooks
+from overspill.capture.compiled.chosen_rows import OtherRows
 from overspill.capture.compiled.whole_step import CapturedStep
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Device, Graph
-from overspill.core.errors import RequestError, UnsupportedError
+from overspill.core.errors import InfeasibleBudgetError, RequestError, UnsupportedError
 from overspill.costs import MeasuredTimes
 from overspill.job import GradientOptions
+from overspill.models.drawing import randomness, set_randomness
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
 from overspill.policies import with_update
@@ -141,7 +143,27 @@ class TrainStep(PlannedPeaks):
                 raise RequestError(f"these are other inputs: {call.advice}")
             return self._resume()
         self._parked.bring()
-        return self._go_on(self._prepared(inputs))
+        rows, drawn = self._plans.rows, randomness()
+        rows.begin()
+        while True:
+            call = self._prepared(inputs)
+            try:
+                return self._go_on(call)
+            except OtherRows as error:
+                assert call.compiled is not None
+                assert call.compiled.rows is not None
+                rows.stopped(error, call.compiled.rows)
+            except InfeasibleBudgetError as error:
+                if not rows.is_over:
+                    raise
+                rows.give_up()
+                raise error.with_help(
+                    "; values of this batch choose more rows than those before, and nothing of its step has been done; "
+                    "smaller batches would do too"
+                ) from None
+            if self._state.engine is not None:
+                self._state.engine.settle()  # transfers that have begun hold memory until they end
+            set_randomness(drawn)
 
     def _prepared(self, inputs: tuple[Any, ...]) -> StepCall:
         with self.processes.announcing():
@@ -250,6 +272,11 @@ class TrainStep(PlannedPeaks):
     def one_by_one(self) -> str:
         """Why the last step to be planned runs its micro-batches one after another; empty if it does not."""
         return self._plans.one_by_one
+
+    @property
+    def steps_over(self) -> int:
+        """How many steps chose more rows by values than their plans knew; each warned, and began again by a larger."""
+        return self._plans.rows.steps_over
 
     @property
     def is_unfinished(self) -> bool:

@@ -388,6 +388,8 @@ class TransferEngine:
         for key, (ticket, stored) in list(self._arriving.items()):
             if ticket is not None and _failed(ticket):
                 self._arriving[key] = (None, stored)
+        for lane in (self._outward, self._inward):
+            lane.drain()  # copies of what has been dropped meanwhile hold its memory
 
     def cancel(self, tensor: Tensor) -> None:
         """Cancel the prefetch of `tensor`, if one is in progress.
