@@ -155,22 +155,23 @@ class Taking(Card):
         return SimpleNamespace(**vars(plan) | {"taken_bytes": live + 100 if self.is_live else 5000 + int(0.1 * live)})
 
 
-def of_large_step(live: int, **figures: float) -> Any:
+def of_large_step(live: int, disk_seconds: float = 0.0, **figures: float) -> Any:
     """A plan of a step with so many ops that each takes seconds to make."""
     graph = SimpleNamespace(tensors=(), ops=range(MANY_OPS + 1))
     given: dict[str, Any] = {"step_seconds": 1 + 2000 / live, "disk_slowdown": 1.0, **figures}
-    return SimpleNamespace(peak_bytes=live, slowdown=2.0, graph=graph, places=None, **given)
+    timeline = SimpleNamespace(disk_seconds=disk_seconds)
+    return SimpleNamespace(peak_bytes=live, slowdown=2.0, graph=graph, places=None, timeline=timeline, **given)
 
 
-@pytest.mark.parametrize(("disk_slowdown", "thorough"), [(1.0, 1), (1.2, 0)])
-def test_of_a_large_step_that_waits_for_a_disk_no_plan_is_made_with_all_effort(
-    disk_slowdown: float, thorough: int
+@pytest.mark.parametrize(("disk_slowdown", "disk_seconds", "thorough"), [(1.0, 0.5, 1), (1.2, 0.5, 0), (1.0, 1.3, 0)])
+def test_of_a_large_step_with_a_slow_disk_no_plan_is_made_with_all_effort(
+    disk_slowdown: float, disk_seconds: float, thorough: int
 ) -> None:
     efforts = []
 
     def make(live: int, effort: float) -> Any:
         efforts.append(effort)
-        return of_large_step(live, disk_slowdown=disk_slowdown)
+        return of_large_step(live, disk_slowdown=disk_slowdown, disk_seconds=disk_seconds)
 
     assert _Search(make, Taking(DEVICE).in_allocator, 5000, 1.0, on_host=False).fastest() is not None
     assert len(efforts) == 2 + thorough

@@ -3,8 +3,9 @@
 A stage of its own behind a policy: the schedule says when each copy is written and read, and the next use of each is
 known. Steps follow one another, so time is a ring. A *gap* is the time between two uses of a copy. Where copies take
 too much, those go whose next use is furthest (Belady, IBM Systems Journal 5(2), 1966), counting what the disk has to
-move for each: a copy that the disk has already costs its read only. Those that a linear program has there go first, if
-that moves less. They come back just early enough for the disk's rate, if host memory has space by then.
+move for each: a copy that the disk has already costs its read only. Those that a linear program has there go first. A
+copy counts as gone only some time after its write begins, so that host memory is free before it is needed. Copies come
+back as early as host memory has space for them.
 
 An update on the host ends a copy of what it writes and begins another in the same host memory.
 """
@@ -29,8 +30,12 @@ PAGE_BYTES = 4096
 """A copy takes whole pages of host memory and of the disk."""
 MOST_TERMS = 200_000
 """The most terms of the linear program that gives a bound on what is moved."""
-EARLINESS = (1.0, 2.0, 4.0, 0.0)
+EARLINESS = (0.0, 4.0)
 """Read-ahead begins as early as a disk needs that is so many times slower; 0: as early as memory allows."""
+WRITTEN_BEHIND = (16, 4, 1)
+"""A copy counts as gone after so many times as long as its write takes, for others are written before it."""
+MORE = 1.1
+"""If that moves more than so many times what is moved otherwise, the next is tried; behind the last, gone at once."""
 CLOSE = 1.03
 """No other is tried if a step takes at most so many times as long as the disk's work, or as without a disk."""
 
@@ -161,7 +166,7 @@ class StoredCopies:
         now = int(self.held.argmax()) if self.count else 0
         excess = max(0, int(self.held.max(initial=0)) - self.budget)
         # Copies that no step writes go first, for they are only read.
-        active = (self.gaps[number] for number in self._active(now))
+        active = (self.gaps[number] for number in self._active(now, self._bounds[0]))
         clean = min(excess, sum(gap.nbytes for gap in active if self.copies[gap.copy].made is None))
         return self.device.disk_seconds(excess, excess - clean)
 
@@ -190,14 +195,15 @@ class StoredCopies:
         """Return the stays on the disk, by the times at which instructions end and updates on the host begin."""
         clock = np.asarray(timeline.clock_seconds)
         least, shares = self._relaxed
-        chosen = min((self._chosen(clock, known) for known in ({}, shares)), key=self._moved)
-        held = self.held.copy()
-        for gap in chosen:
-            self._add(held, gap.begin, gap.end, -gap.nbytes)
+        chosen = self._chosen_in_time(clock, shares)
+        held, taken = self.held.copy(), self.held.copy()
+        for gap, gone in chosen.items():
+            self._add(held, gone, gap.end, -gap.nbytes)
         begun = self._read_ahead(chosen, timeline, earliness, held)
         on_disk: set[int] = set()
         stays = []
         for gap in sorted(chosen, key=lambda gap: (gap.copy, gap.begin)):
+            self._add(taken, gap.begin, begun[gap], -gap.nbytes)
             copy = self.copies[gap.copy]
             written = copy.made is not None and gap.copy not in on_disk
             on_disk.add(gap.copy)
@@ -209,7 +215,7 @@ class StoredCopies:
         start -= sum(g.nbytes for g in chosen if g.begin < self.count <= begun[g])
         return Tiers(
             host_budget_bytes=self.budget,
-            host_peak_bytes=int(held.max(initial=0)),
+            host_peak_bytes=int(taken.max(initial=0)),
             start_bytes=start,
             disk_bytes=sum(self.copies[number].nbytes for number in on_disk),
             least_moved_bytes=least,
@@ -217,14 +223,26 @@ class StoredCopies:
             ends=tuple(sorted(ends)),
         )
 
+    def _chosen_in_time(self, clock: np.ndarray, shares: Mapping[_Gap, float]) -> dict[_Gap, int]:
+        """Return the gaps in which copies are on the disk, each with the instruction before which it counts as gone."""
+        at_once = self._chosen(clock, shares, self._bounds[0])
+        for times in WRITTEN_BEHIND:
+            found = self._chosen(clock, shares, self._gone(clock, times))
+            if self._moved(found) <= MORE * self._moved(at_once):
+                return found
+        return at_once
+
     def _moved(self, chosen: Iterable[_Gap]) -> int:
         """Return the bytes that the disk reads and writes with these gaps."""
         written = {gap.copy for gap in chosen if self.copies[gap.copy].made is not None}
         return sum(gap.nbytes for gap in chosen) + sum(self.copies[number].nbytes for number in written)
 
-    def _chosen(self, clock: np.ndarray, shares: Mapping[_Gap, float]) -> list[_Gap]:
-        """Return the gaps in which copies are on the disk, those with the largest `shares` first."""
-        held, chosen = self.held.copy(), dict[_Gap, None]()
+    def _chosen(self, clock: np.ndarray, shares: Mapping[_Gap, float], behind: np.ndarray) -> dict[_Gap, int]:
+        """Return the gaps chosen if copies are gone before the instructions `behind`, each with its own.
+
+        Those with the largest `shares` go first. Where host memory needs more, copies count as gone at once.
+        """
+        chosen: dict[int, int] = {}
         on_disk = np.array([copy.made is None for copy in self.copies])
         copies = np.array([gap.copy for gap in self.gaps], dtype=np.int64)
         dearest = -np.array([round(shares.get(gap, 0.0), 2) for gap in self.gaps])
@@ -233,35 +251,51 @@ class StoredCopies:
         whole = float(clock[-1]) if len(clock) else 0.0
         dirty = 1 + self.device.disk_read_bytes_per_second / self.device.disk_write_bytes_per_second
         used = clock[ends % self.count] + whole * (ends // self.count)
-        used_before = clock[ends % self.count] + whole * (ends // self.count - 1)  # those that began a step earlier
-        for now in np.flatnonzero(held > self.budget):
-            if held[now] <= self.budget:
-                continue
-            active = self._active(int(now))
-            active = active[left[active]]
-            worth = np.where(begins[active] > now, used_before[active], used[active]) - clock[now]
-            worth /= np.where(on_disk[copies[active]], 1.0, dirty)
-            for number in active[np.lexsort((-worth, dearest[active]))]:
-                gap = self.gaps[number]
-                chosen[gap], left[number], on_disk[gap.copy] = None, False, True
-                self._add(held, gap.begin, gap.end, -gap.nbytes)
+        for gone in (behind, begins):
+            held, before = self.held.copy(), set(chosen)
+            for number in chosen:
+                self._add(held, int(gone[number]), int(ends[number]), -self.gaps[number].nbytes)
+            for now in np.flatnonzero(held > self.budget):
                 if held[now] <= self.budget:
-                    break
-        # Some are there for the start of what others cover as well: the dearest go first.
-        for gap in sorted(chosen, key=lambda gap: (-gap.nbytes, gap.copy, gap.begin)):
-            if self._most(held, gap.begin, gap.end) + gap.nbytes <= self.budget:
-                del chosen[gap]
-                self._add(held, gap.begin, gap.end, gap.nbytes)
-        return list(chosen)
+                    continue
+                active = self._active(int(now), gone)
+                active = active[left[active]]
+                worth = used[active] - whole * (gone[active] > now) - clock[now]  # of those that began a step earlier
+                worth /= np.where(on_disk[copies[active]], 1.0, dirty)
+                for number in active[np.lexsort((-worth, dearest[active]))].tolist():
+                    gap = self.gaps[number]
+                    chosen[number], left[number], on_disk[gap.copy] = int(gone[number]), False, True
+                    self._add(held, chosen[number], gap.end, -gap.nbytes)
+                    if held[now] <= self.budget:
+                        break
+            # Some are there for the start of what others cover as well: the dearest go first.
+            for number in sorted(chosen.keys() - before, key=lambda number: (-self.gaps[number].nbytes, number)):
+                gap = self.gaps[number]
+                if self._most(held, chosen[number], gap.end) + gap.nbytes <= self.budget:
+                    self._add(held, chosen.pop(number), gap.end, gap.nbytes)
+                    left[number] = True
+        return {self.gaps[number]: begin for number, begin in chosen.items()}
 
-    def _active(self, now: int) -> np.ndarray:
-        """Return the numbers of the gaps that instruction `now` is in."""
+    def _gone(self, clock: np.ndarray, times: int) -> np.ndarray:
+        """Return for each gap the instruction before which its copy has had `times` as long as its write takes."""
         begins, ends = self._bounds
+        whole = float(clock[-1]) if len(clock) else 0.0
+        seconds = np.array([
+            0.0 if self.copies[gap.copy].made is None else self.device.disk_write_seconds(gap.nbytes)
+            for gap in self.gaps
+        ])  # fmt: skip
+        ended = np.concatenate([clock, clock + whole, clock + 2 * whole])
+        written = np.searchsorted(ended, ended[begins - 1] + times * seconds) + 1
+        return np.where(seconds > 0, np.clip(written, begins, ends), begins)
+
+    def _active(self, now: int, begins: np.ndarray) -> np.ndarray:
+        """Return the numbers of the gaps, from `begins` on, that instruction `now` is in."""
+        ends = self._bounds[1]
         inside = ((begins <= now) & (now < ends)) | ((begins <= now + self.count) & (now + self.count < ends))
         return np.flatnonzero(inside)
 
     def _read_ahead(
-        self, chosen: list[_Gap], timeline: Timeline, earliness: float, held: np.ndarray
+        self, chosen: Mapping[_Gap, int], timeline: Timeline, earliness: float, held: np.ndarray
     ) -> dict[_Gap, int]:
         """Return where each copy begins to come back; `held` becomes what is in host memory then.
 
@@ -288,7 +322,7 @@ class StoredCopies:
         for gap in by_need:
             wanted = latest[gap] if earliness else -self.count
             wanted += gap.end - gap.end % self.count
-            begun[gap] = self._earliest(gap, min(max(gap.begin, wanted), gap.end), held)
+            begun[gap] = self._earliest(gap, min(max(chosen[gap], wanted), gap.end), held)
             self._add(held, begun[gap], gap.end, gap.nbytes)
         return begun
 
@@ -313,7 +347,7 @@ class StoredCopies:
         over = np.flatnonzero(self.held > self.budget)
         most = max(1, MOST_TERMS // max(1, len(self.gaps)))
         for now in over[np.argsort(-self.held[over], kind="stable")][:most]:
-            active = self._active(int(now))
+            active = self._active(int(now), self._bounds[0])
             worst.setdefault(active.tobytes(), (active, int(self.held[now]) - self.budget))
         program = LinearProgram()
         write = [program.variable(1.0, copy.nbytes * (copy.made is not None)) for copy in self.copies]

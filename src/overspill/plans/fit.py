@@ -58,6 +58,8 @@ MANY_OPS = 1000
 """Of a step with more ops, whose plans take seconds each, fewer are made where these gain little."""
 LOOSE = 1.05
 """Share of its live bytes that a placed plan may take before another way to place is tried too, if it is not NEAR."""
+BUSY = 0.8
+"""The share of a step for which a disk works that leaves little to gain."""
 EFFORT_GAIN = 1.03
 """The most by which all of the effort is expected to speed a plan up, where only one that is fast enough counts."""
 GAIN = 1.01
@@ -262,10 +264,11 @@ class _Search:
         return other if other.taken_bytes <= self._bytes else plan
 
     def _may_gain(self, plan: Plan) -> bool:
-        """Return whether all of the effort may make a plan faster: not one that is NEAR, or that waits for a disk."""
+        """Return whether all of the effort may make a plan faster: not one that is NEAR, or whose disk is BUSY."""
         if len(plan.graph.ops) <= MANY_OPS:
             return plan.slowdown > 1
-        return plan.slowdown > NEAR and plan.disk_slowdown <= EFFORT_GAIN
+        is_busy = plan.timeline.disk_seconds > BUSY * plan.step_seconds
+        return plan.slowdown > NEAR and not is_busy and plan.disk_slowdown <= EFFORT_GAIN
 
     def _may_gain_by_bytes(self, plan: Plan) -> bool:
         """Return whether more live bytes may make a plan faster, by that with all of the budget."""
