@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -64,6 +65,8 @@ class Forked(Generic[A, R]):
     def _run(self, connection: Connection[Any, Any]) -> NoReturn:
         global _is_copy  # noqa: PLW0603 - a property of the process
         _is_copy = True
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(1)  # OpenMP's other threads were not copied
         said = time.monotonic()
 
         def say(text: str) -> None:  # not too often, for nobody may be listening yet
