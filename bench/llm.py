@@ -5,7 +5,8 @@
     python bench/llm.py --picture docs/pictures/llm.png --read bench/results/llm.json
 
 All is simulated on the GPU named, but the CPU seconds of planning. The optimizer is AdamW's fused kernel, Trainer's
-default. Of each job the first lines are budgets: shares of the card that it takes unmanaged. `auto` plans the whole step
+default; Mixtral, whose experts of a layer are one parameter, has AdamW's other kernels, which can update it in slices.
+Of each job the first lines are budgets: shares of the card that it takes unmanaged. `auto` plans the whole step
 for a card of that size; beside its slowdown over the unmanaged step are the proven bound, what the card holds over what
 is live at the peak, and, with --papers, the fastest of the papers' policies that fits (of live bytes alone, so without
 fragmentation, which favours them).
@@ -195,7 +196,7 @@ JOBS = {
     "llama-8b-lora": Trained(_of(LLAMA_8B, 4096), 1, "rtx4090", how=(("lora", 16), ("checkpointing", True))),
     "qwen3-0.6b": Trained(_of(qwen(28, 1024, 3072, 16, "True"), 4096), 1, "rtx3060"),
     "qwen3-4b": Trained(_of(qwen(36, 2560, 9728, 32, "True"), 4096), 1, "h100"),
-    "mixtral-8-experts": Trained(_of(MIXTRAL, 4096), 1, "h100"),
+    "mixtral-8-experts": Trained(_of(MIXTRAL, 4096), 1, "h100", optimizer="adamw"),
     "gpt2": Trained(_of("gpt2,n_positions=1024", 1024), 8, "rtx3060", dtype="amp-bfloat16"),
     "sd-unet": Trained(_unet, 8, "rtx4090", in_pieces=False, dtype="amp-bfloat16"),
     "whisper": Trained(_whisper, 2, "rtx4090", in_pieces=False),

@@ -16,8 +16,7 @@ have two blocks of gradients on the way at once. Where they clip gradients, they
 
 `results/tiers.json` has in full 1B and 8B on three GPUs, 14B on an RTX 4090, 32B on an H100 and 70B on a GH200; with LoRA 1B,
 8B and 70B on an RTX 4090 and 70B on an H100; with QLoRA 8B and 70B on an RTX 4090. `--read` prints the geometric mean over
-these, and in how many rows `auto` is slower than each rule. All were planned by a tenth of the usual effort, but 1B in full
-and with LoRA on an RTX 4090.
+these, and in how many rows `auto` is slower than each rule. All were planned by a tenth of the usual effort.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def compare_job(
 
     On a GPU each has its own pool, unless another is asked for. If none fits, `auto` is tried too.
     """
-    step = step_of(job, options, software)
+    step = step_of(job, options, software, moves=True)
     budget_bytes = step.budget_bytes()
 
     def rows_of(asked: Iterable[str | Policy], placement: str | None) -> list[Row]:
@@ -280,7 +280,7 @@ def sweep_job(
     software: Software | None = None,
 ) -> Sweep:
     """Return the cost of one step of a job by each of `policies` at `points` budgets. Raises RequestError."""
-    step = step_of(job, options, software)
+    step = step_of(job, options, software, moves=True)
     account, account_for = step.account, step.accounts(options.placement, software)
     return sweep(step.graph, account.device, policies, points, options.times, progress, account, step.best, account_for)
 
