@@ -85,6 +85,7 @@ def planned(budget: str, made: list[TrainStep]) -> Callable[[nn.Module, torch.op
 FEW, ODD, MANY, MOST = (4, 4), (1, 2), (20, 4), (30, 30)
 
 
+@pytest.mark.short("smallest")
 @pytest.mark.parametrize("budget", ["smallest", "30KiB"])
 def test_experts_train_by_plans_for_a_bound_on_their_rows_and_steps_over_it_begin_again(budget: str) -> None:
     torch.manual_seed(0)

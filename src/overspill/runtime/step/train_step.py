@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -161,6 +162,7 @@ class TrainStep(PlannedPeaks):
                     "; values of this batch choose more rows than those before, and nothing of its step has been done; "
                     "smaller batches would do too"
                 ) from None
+            gc.collect()  # the error holds what the run had made in cycles
             if self._state.engine is not None:
                 self._state.engine.settle()  # transfers that have begun hold memory until they end
             set_randomness(drawn)
