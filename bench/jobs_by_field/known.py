@@ -32,9 +32,10 @@ TWICE = Known(
 KNOWN: dict[tuple[str, str], Known] = {
     **{
         (name, f"train_step{kernels}"): READS
-        for name in ("branch-on-loss", "detr", "experts-loop", "triplets")
+        for name in ("branch-on-loss", "detr", "triplets")
         for kernels in ("", "-inductor")
     },
+    ("experts-loop", "train_step-inductor"): READS,
     **{("nested", f"{way}{kernels}"): NESTED for way in ("compile", "train_step") for kernels in ("", "-inductor")},
     **{("dlrm-sparse", way): SPARSE for way in ("compile", "train_step")},
     **{("checkpoint-batch-norm", way): TWICE for way in ("compile", "train_step")},
