@@ -164,6 +164,8 @@ def _with_store(
 
     Raises RequestError.
     """
+    if (store, host_budget, disk_bandwidth) == (None, None, None):
+        return None
     from overspill.runtime.hardware import as_absent, with_disk
     from overspill.runtime.options import Options
     from overspill.runtime.transfer.registry import store_for

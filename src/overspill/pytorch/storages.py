@@ -57,6 +57,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that autograd has another as a view of."""
+    return tensor._base
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place."""
     return tensor._version

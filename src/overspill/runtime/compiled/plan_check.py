@@ -28,6 +28,7 @@ from overspill.core.errors import UnplannedError, is_out_of_memory
 from overspill.core.units import format_bytes
 from overspill.pytorch.autograd import SAVED
 from overspill.pytorch.dynamo import FailOnRecompileLimitHit, TorchDynamoException, counters, dynamo_config
+from overspill.pytorch.storages import base_of
 from overspill.pytorch.trees import tree_leaves
 
 from .double_backward import COMPILED
@@ -337,4 +338,4 @@ def _saved(node: Node) -> list[Tensor]:
         with suppress(RuntimeError):  # changed in place, as weights are that move; if it is another, backward says so
             saved.append(getattr(node, name, ()))
     found = [t for t in tree_leaves(saved) if isinstance(t, Tensor)]
-    return [t for t in found if not isinstance(t, nn.Parameter) and not isinstance(t._base, nn.Parameter)]
+    return [t for t in found if not isinstance(t, nn.Parameter) and not isinstance(base_of(t), nn.Parameter)]
