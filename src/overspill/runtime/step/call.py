@@ -51,6 +51,8 @@ class StepCall:
     compiled: Compiled | None = None
     run: ProgramRun | None = None
     """The run of micro-batch `number`, once it has begun."""
+    drawn: Any = None
+    """The state of the random generators before a run that may begin again."""
 
     @property
     def is_done(self) -> bool:

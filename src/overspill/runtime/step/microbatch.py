@@ -15,6 +15,7 @@ import torch
 from overspill.core import TensorKind
 from overspill.core.errors import UnsupportedError
 from overspill.core.units import format_apart
+from overspill.models.drawing import randomness
 from overspill.pytorch.dispatch import DisableAutocast
 from overspill.pytorch.trees import tree_flatten
 from overspill.runtime import batches
@@ -72,10 +73,9 @@ class MicrobatchRunner:
     def _begin(self, call: StepCall, tracker: LiveBytes | None, recorder: RunRecorder | None) -> None:
         """Move all tensors to where the plan of the next micro-batch begins."""
         part = call.parts[call.number]
-        if call.number == 0:
-            self._plans.share_buffers(part)
         # Plan it, and move residents to or from the store.
         if call.number == 0:
+            self._plans.share_buffers(part)
             call.last = self._plans.compile_all(call.parts, call.inputs)
         if call.last is None:
             compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
@@ -103,6 +103,8 @@ class MicrobatchRunner:
             recorder.there(tree_flatten(call.inputs)[0], TensorKind.INPUT)
         if tracker is not None:
             tracker.add([*args, *tree_flatten(call.inputs)[0], call.loss])
+        if compiled.rows is not None:
+            call.drawn = randomness()
         call.compiled, call.run = compiled, ProgramRun(compiled.program, args)
 
     def _argument(self, what: str | int, given: Sequence[Any]) -> Any:

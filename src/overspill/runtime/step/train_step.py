@@ -21,7 +21,7 @@ from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudgetError, RequestError, UnsupportedError
 from overspill.costs import MeasuredTimes
 from overspill.job import GradientOptions
-from overspill.models.drawing import randomness, set_randomness
+from overspill.models.drawing import set_randomness
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
 from overspill.policies import with_update
@@ -144,7 +144,7 @@ class TrainStep(PlannedPeaks):
                 raise RequestError(f"these are other inputs: {call.advice}")
             return self._resume()
         self._parked.bring()
-        rows, drawn = self._plans.rows, randomness()
+        rows = self._plans.rows
         rows.begin()
         while True:
             call = self._prepared(inputs)
@@ -165,7 +165,7 @@ class TrainStep(PlannedPeaks):
             gc.collect()  # the error holds what the run had made in cycles
             if self._state.engine is not None:
                 self._state.engine.settle()  # transfers that have begun hold memory until they end
-            set_randomness(drawn)
+            set_randomness(call.drawn)
 
     def _prepared(self, inputs: tuple[Any, ...]) -> StepCall:
         with self.processes.announcing():
