@@ -186,6 +186,10 @@ class Graph(Saved):
     frames: tuple[Frame, ...] = ()
     """The lines of Python behind ops, each once for each stack."""
 
+    def moved_on_host_bytes(self, op: Op) -> int:
+        """Return the bytes that an update reads and writes on the host: if nobody knows, each of its tensors once."""
+        return op.moved_on_host_bytes or sum(self.tensors[t].nbytes for t in op.reads + op.writes)
+
     @cached_property
     def producer(self) -> dict[int, int]:
         """The op that first writes each non-persistent tensor, by tensor id."""

@@ -89,7 +89,7 @@ class HostUpdates:
         """Return a bound on the step within a budget, the largest of what the processors, the link and the disk do."""
         device, graph, rest = self.device, self.graph, self.rest
         nbytes = [t.nbytes for t in graph.tensors]
-        host = sum(device.host_update_seconds(bytes_of_update(graph, op)) for op in self.updates)
+        host = sum(device.host_update_seconds(graph.moved_on_host_bytes(op)) for op in self.updates)
         # Gradients leave, and weights come back.
         read = {t for op in self.updates for t in op.reads} - self.weights
         out = sum(nbytes[t] for t in read if rest.written_by[t])
@@ -284,7 +284,7 @@ class _Insertion:
                 self.of_loop.append(op.id)
             elif tensor in waits and len(waits) == 1:
                 self._add(Verb.RUN_ON_HOST, op.id)
-                seconds = self.of.device.host_update_seconds(bytes_of_update(self.of.graph, op))
+                seconds = self.of.device.host_update_seconds(self.of.graph.moved_on_host_bytes(op))
                 self.host_free = max(now, self.host_free) + seconds
                 self.updated += [(self.host_free, t) for t in op.writes if t in self._resident]
             waits.discard(tensor)
@@ -348,7 +348,7 @@ def balanced(
         if less + fewer <= 0:
             continue
         out, back, computing = out - less, back - fewer, computing - seconds[op.id]
-        on_host += device.host_update_seconds(bytes_of_update(graph, op))
+        on_host += device.host_update_seconds(graph.moved_on_host_bytes(op))
         found.append(op.id)
         if (busy := busiest()) < least:
             least, best = busy, len(found)
@@ -393,8 +393,3 @@ def begun_when_free(graph: Graph, schedule: Schedule, timeline: Timeline) -> Sch
         made.append(instruction)
         now = timeline.clock_seconds[index]
     return replace(schedule, instructions=(*made, *(update for _, update in waiting)))
-
-
-def bytes_of_update(graph: Graph, op: Op) -> int:
-    """Return the bytes that an update reads and writes on the host."""
-    return op.moved_on_host_bytes or sum(graph.tensors[t].nbytes for t in op.reads + op.writes)

@@ -228,8 +228,7 @@ class _Clock:
         start = max(self.now, self.host, self.host_free)
         if self.disk is not None:
             start = max([start, *map(self.disk.back, op.reads + op.writes)])
-        moved = op.moved_on_host_bytes or sum(self.nbytes[t] for t in op.reads + op.writes)
-        self.host_free = start + self.device.host_update_seconds(moved)
+        self.host_free = start + self.device.host_update_seconds(self.graph.moved_on_host_bytes(op))
         self.updated.update(dict.fromkeys(((Stream.OFFLOAD, t) for t in op.reads + op.writes), self.host_free))
         self.updated.update(dict.fromkeys(((Stream.PREFETCH, t) for t in op.writes), self.host_free))
         if not self.device.runs_behind_host:  # it takes cores that compute would have

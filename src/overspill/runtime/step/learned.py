@@ -64,8 +64,6 @@ class Needs:
     """Most temporaries of a later update."""
     moved_bytes: int = 0
     """What a later update reads and writes; 0: nobody knows."""
-    moved_on_host_bytes: int = 0
-    """The same with the kernels that the optimizer has on the host."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ def _learned(
                 peak += sum(t.nbytes for path, t in moving.items() if places[number].get(storage_key(t), path) != path)
             peaks.append(peak)
     first, later = peaks[0], max(peaks[1:], default=0)
-    each = [Needs(of, rest, first, later, moved, moved) for of, rest in zip(leaves, rests, strict=True)]
+    each = [Needs(of, rest, first, later, moved) for of, rest in zip(leaves, rests, strict=True)]
     return Learned(each, first, later, Outside(optimizer).nbytes, draws, coupled, moved)
 
 

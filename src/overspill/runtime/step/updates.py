@@ -199,7 +199,7 @@ class OptimizerUpdates:
         Each is 0 if nobody knows.
         """
         if not self.groups:
-            found = owned.needs.moved_bytes, owned.needs.moved_on_host_bytes
+            found = owned.needs.moved_bytes, owned.needs.moved_bytes
         else:
             probes = [self._probed(like, owned.group, device) for device in (like.device, CPU)]
             found = probes[0].moved_per_element * like.numel(), probes[1].moved_per_element * like.numel()
