@@ -8,8 +8,8 @@ All is simulated on the GPU named, in one simulator: the step as PyTorch capture
 rule is what a system does with all of it, written as a schedule: what it keeps on the GPU, what it fetches how far
 ahead, when gradients leave and when the host updates. Its row has the GPU memory that its schedule takes (live bytes),
 if the GPU has as much. `auto` is planned for exactly these bytes, and once for all of the GPU. Every state is in host
-memory if it is not on the GPU; host memory is taken to be large enough for all of them. The optimizer is AdamW's fused kernel,
-on the host too.
+memory if it is not on the GPU; host memory is taken to be large enough for all of them. A GPU as `rtx4090+56GiB` has so much
+host memory for the store and one PCIe 4 drive below it, without rules. The optimizer is AdamW's fused kernel, on the host too.
 
 The rules are favoured: nothing is fragmented, no Python takes time, their updates go at the same rate as ours, and they
 have two blocks of gradients on the way at once. Where they clip gradients, they do not here.
@@ -52,6 +52,7 @@ from overspill.planning.timing import releases
 from overspill.plans.plan import NO_LIMIT_BYTES, make_plan
 from overspill.policies.auto import Auto
 from overspill.policies.in_core import checkpointed, given_to_checkpoints
+from overspill.runtime.hardware import with_disk
 from overspill.runtime.options import Options
 from overspill.runtime.preview import step_of
 from overspill.simulate import check, simulate
@@ -244,7 +245,10 @@ def rows_of(name: str, gpus: Sequence[str], effort: float) -> Iterator[Row]:
     fields = {"checkpointing": True, **WAYS[way]}
     job = Job(NamedModel(SIZES[size], seq_len=SEQ_LEN), 1, "adamw-fused", dtype="bfloat16", **fields)  # type: ignore[arg-type]
     for gpu in gpus:
-        device = load_device(gpu)
+        card_name, _, host = gpu.partition("+")
+        device = load_device(card_name)
+        if host:
+            device = with_disk(device, Options(store="pinned+disk", host_budget=host))
         begun = time.process_time()
         graph = step_of(job, Options(device=device, whole_step=True), moves=True).graph
         print(f"{name} on {gpu}: {len(graph.ops)} ops, {time.process_time() - begun:.0f} s", file=sys.stderr)
@@ -252,7 +256,7 @@ def rows_of(name: str, gpus: Sequence[str], effort: float) -> Iterator[Row]:
         compute = sum(s for s, op in zip(seconds, graph.ops, strict=True) if op.phase is not Phase.UPDATE)
         card = int(USABLE * device.usable_bytes)
         planned: dict[int, dict[str, float | None]] = {}
-        for rule in (*RULES, None):
+        for rule in (*(() if host else RULES), None):
             theirs, memory = None, card
             if rule is not None:
                 made = schedule_of(rule, graph, device, seconds)

@@ -64,7 +64,7 @@ def plan(
         whole_step: Whether parameters, gradients and optimizer state may move too, as in `overspill.train_step`.
         update: Where the optimizer's updates run: `"device"`; `"host"`, all that can; or `"auto"`, wherever the step is
             faster (docs/howto/state_in_host_memory.md).
-        store: `host+disk` or `pinned+disk` for a disk below host memory, as for `overspill.train_step`.
+        store: `pinned+disk` for a disk below host memory, on a CPU `host+disk`, as for `overspill.train_step`.
         host_budget: Host memory for that store.
         disk_bandwidth: The rates of its disk.
         placement: An allocator or solver within whose peak the plan must stay.

@@ -46,6 +46,8 @@ TIGHT = f"{TRAIN} --budget 80%"
         ("train alexnet --batch 2 --budget 0", "'0' is not a positive size"),
         ("train alexnet --batch 2 --store tape", "unknown store 'tape'. Stores: disk, host, host+disk, pinned"),
         ("train alexnet --batch 2 --store host --store-dir .", "--store-dir is for the disk store"),
+        ("plan alexnet --batch 2 --gpu t4 --store host+disk", "use --store pinned or --store pinned+disk"),
+        ("plan alexnet --batch 2 --store pinned+disk", "use --store disk or --store host or --store host+disk"),
         ("train alexnet --batch 2 --backend fast", "unknown backend 'fast'; backends: eager, inductor"),
         (
             "train alexnet --batch 2 --optimizer lion",

@@ -44,6 +44,7 @@ from .options import OWN, Options
 from .step.beside import OneByOne, beside
 from .step.beside import step_of as step_of_all
 from .step.gathered import gathered
+from .transfer.registry import store_for
 
 CPU = torch.device("cpu")
 NARROW = 16
@@ -298,6 +299,8 @@ def _asked(
     """
     options = _checked(job, options)
     asked = device_named(options.device, CPU)
+    if options.store is not None:
+        store_for(options.store, asked.kind)
     device = as_absent(asked, software)
     if device.index != ABSENT:
         if isinstance(job.model, Script):
