@@ -120,7 +120,7 @@ def compare(
         inputs: The inputs of the model, see `overspill.plan`.
         loss: The criterion, or the function of the model and all inputs.
         optimizer: Its name, or a function of the parameters.
-        budget: A size, a share, or None for all of the device.
+        budget: A size, a share, or None for all of the device, less 2 % of a GPU that is not here.
         device: By name, by file, or as a Device.
         policies: Names that `overspill policies` lists, or policies; by default all of them.
         batch: Samples in a step.

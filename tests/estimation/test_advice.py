@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from overspill.core import Device
+from overspill.costs.context import OTHERS
 from overspill.devices import load_device
 from overspill.estimation.advice import CALLBACK, Advice, Price, advice
 from overspill.estimation.api import estimate
@@ -18,7 +19,7 @@ from overspill.estimation.estimate import Estimate
 from overspill.job import Parallel
 from overspill.plans.fit import GAIN, NEAR
 from overspill.report.advice import sized
-from overspill.runtime.advise import OTHERS, advise
+from overspill.runtime.advise import advise
 
 MIB = 1 << 20
 WIDE = 4096
@@ -207,10 +208,10 @@ def test_the_whole_step_is_planned_too_where_calls_alone_cost_time() -> None:
     assert whole.fits
     assert whole.slowdown * GAIN < calls.slowdown  # type: ignore[operator]
     for ours in (calls, whole):
-        named = sized(ours, made.device.memory_bytes)
+        named = sized(ours, made.budget_bytes)
         assert f'budget="{ours.budget_bytes >> 20}MiB"' in named.python  # type: ignore[operator]
         assert ours.minimum_capacity_bytes <= ours.budget_bytes  # type: ignore[operator]
-        assert ours.budget_bytes <= (1 - OTHERS) * made.device.memory_bytes  # type: ignore[operator]
+        assert ours.budget_bytes == made.budget_bytes <= (1 - OTHERS) * made.device.memory_bytes
 
 
 @pytest.mark.long
@@ -240,7 +241,7 @@ def test_updates_on_the_host_are_tried_where_the_step_costs_time() -> None:
     *_, whole, on_host = (one for one in advise(made) if "overspill." in one.what)
     assert "update=" not in whole.what
     assert on_host.slowdown * GAIN < whole.slowdown  # type: ignore[operator]
-    named = sized(on_host, device.memory_bytes).python
+    named = sized(on_host, made.budget_bytes).python
     assert f'update="auto", budget="{on_host.budget_bytes >> 20}MiB"' in named  # type: ignore[operator]
 
 
@@ -258,6 +259,7 @@ def test_estimates_show_the_first_five() -> None:
     made, all_of_it = found(6000)
     assert list(made.changes) == all_of_it[:5]
     assert "What would help, the cheapest first" in made.explain()
+    assert f'budget="{made.budget_bytes >> 20}MiB"' in made.explain()
     assert f"with memory to spare it takes {made.total_bytes}" not in made.explain()
 
 

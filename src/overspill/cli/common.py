@@ -33,7 +33,8 @@ def optional(metavar: str | None, text: str, *names: str, **how: Any) -> Any:
 
 
 Budget = Annotated[
-    str | None, optional("SIZE", "Device memory of a step: 2GiB, 500MB, or 50%.  [default: all of the device]")
+    str | None,
+    optional("SIZE", "Device memory of a step: 2GiB, 500MB, or 50%.  [default: all; 98 % of a GPU not here]"),
 ]
 Gpu = Annotated[
     str | None,

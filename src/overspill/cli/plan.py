@@ -174,7 +174,7 @@ def _feasible(
         page = replace(page, next=(half,))
     if made.fits_device:
         return of_page(answer, page, files, brief=not verbose)
-    message = f"{too_small(made)}; without --budget it is planned for all of it"
+    message = f"{too_small(made)}; without --budget it is planned for that"
     return of_page(answer | {"error": message, "exit_code": DOES_NOT_FIT}, page, files, DOES_NOT_FIT, message)
 
 

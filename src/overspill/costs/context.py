@@ -14,6 +14,8 @@ from overspill.core.errors import RequestError
 from .interval import NOTHING, Interval
 
 _MIB = 1 << 20
+OTHERS = 0.02
+"""The share of a GPU's memory that a budget leaves to other programs, as a display, and to the loop's own tensors."""
 
 
 def context_bytes(device: Device, cuda_version: str = "12.4", *, lazy: bool = True) -> Interval:
@@ -64,6 +66,15 @@ def kernel_image_bytes(
     if device.compute_capability == handles["capability"] and _release(cuda_version) >= _release(handles["since"]):
         loaded += _mib(handles["mib"], handles["mib"], handles["mib"])
     return loaded
+
+
+def budget_bytes(device: Device, outside: Interval) -> int:
+    """Return the budget for a job on a GPU that is not here, in whole MiB, where the user names none.
+
+    It is the GPU's memory, without what others take, or what the bytes `outside` of the allocator may take more.
+    """
+    spare = max(outside.high - outside.central, int(OTHERS * device.memory_bytes))
+    return max(device.memory_bytes - spare, device.memory_bytes // 2) // _MIB * _MIB
 
 
 def _all_kernels() -> Interval:

@@ -10,6 +10,7 @@ from typing import Any, Self
 from overspill.capture.recording.recording import Recording
 from overspill.core import Device
 from overspill.costs import Interval, context_bytes, kernel_image_bytes
+from overspill.costs.context import budget_bytes
 from overspill.costs.engines import UNEXPLAINED
 from overspill.costs.interval import NOTHING
 from overspill.costs.library_ops import CUDNN
@@ -143,6 +144,11 @@ class Figures:
     def outside_bytes(self) -> int:
         """Bytes outside the allocator: the context, and communication."""
         return self.context.central + self.communication.central
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget to name for all of the device."""
+        return budget_bytes(self.device, self.context + self.communication)
 
     @property
     def total_bytes(self) -> int:

@@ -148,8 +148,7 @@ class Account:
         if asked > self.device.memory_bytes:
             budget, has = format_apart(asked, self.device.memory_bytes)
             raise RequestError(
-                f"budget={budget} is more than the {has} of {self.device.name}; leave it out for all of the card, or "
-                "name a larger GPU"
+                f"budget={budget} is more than the {has} of {self.device.name}; leave it out, or name a larger GPU"
             )
         return min(asked, self.whole_bytes)
 

@@ -51,7 +51,7 @@ def advise_page(made: Estimate, verdict: str, found: Sequence[Advice], left_out:
 
     `left_out` maps each change that was tried without success to the reason.
     """
-    found = [sized(advice, made.device.memory_bytes) for advice in found]
+    found = [sized(advice, made.budget_bytes) for advice in found]
     as_it_is = ("as it is", made.minimum_capacity_bytes, made.total_bytes, made.fits(), made.step_seconds(), None)
     explained = (
         "Needs: the smallest memory that the job survives on. Takes: what it has of a large one, with what PyTorch's "
@@ -121,9 +121,9 @@ def _row(advice: Advice) -> tuple[Cell, ...]:
     )  # fmt: skip
 
 
-def sized(advice: Advice, memory_bytes: int) -> Advice:
-    """Return advice to call Overspill with the budget in place of an ellipsis: its own, or all of the device."""
-    rounded = memory_bytes >> 20 if advice.budget_bytes is None else -(-advice.budget_bytes >> 20)
+def sized(advice: Advice, whole_bytes: int) -> Advice:
+    """Return advice to call Overspill with the budget in place of an ellipsis: its own, or `whole_bytes`."""
+    rounded = whole_bytes >> 20 if advice.budget_bytes is None else -(-advice.budget_bytes >> 20)
 
     def filled(text: str) -> str:
         return text.replace("budget=…", f'budget="{rounded}MiB"').replace("Budget(…)", f'Budget("{rounded}MiB")')

@@ -52,7 +52,7 @@ def estimate_page(
         title or f"{made.name}{batch}{f' on {made.device.name}' if asked else ''}",
         estimate_verdict(made, tuple(_further(made, within, asked=asked)), asked=asked),
         (
-            *([changes_table([sized(c, made.device.memory_bytes) for c in changes])] if changes else []),
+            *([changes_table([sized(c, made.budget_bytes) for c in changes])] if changes else []),
             *([] if stored is None else [_places(stored)]),
             lambda: (_step(made),),
             parts_table(made),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from overspill.core import Device, Verb
-from overspill.core.budget import Budget
 from overspill.core.errors import InfeasibleBudgetError, OverspillError
 from overspill.core.forked import Forked, can_fork
 from overspill.core.garbage import without_collection
@@ -37,13 +36,11 @@ _ON_HOST = 'overspill.train_step(model, loss_fn, optimizer, update="auto", budge
 _WORTH_UPDATES = 1.1
 """The slowdown from which updates on the host are tried too; they take as long to plan as all before."""
 _SHARDED = f"{_TRAIN_STEP} of the model in fully_shard"
-OTHERS = 0.02
-"""The share of a GPU's memory that a budget leaves to other programs, as a display, and to the loop's own tensors."""
 
 
 @dataclass(frozen=True)
 class Unplanned:
-    """What a job takes and costs without a plan, as its estimate has it, and the budget to name."""
+    """What a job takes and costs without a plan, as its estimate has it, and the budget of a plan."""
 
     outside_bytes: int
     total_bytes: int
@@ -53,7 +50,7 @@ class Unplanned:
     @classmethod
     def of(cls, made: Estimate) -> Unplanned:
         """Return what an estimate says."""
-        return cls(made.outside_bytes, made.total_bytes, made.step_seconds(), _budget_bytes(made))
+        return cls(made.outside_bytes, made.total_bytes, made.step_seconds(), made.budget_bytes)
 
 
 Found = tuple[list[Advice], list[tuple[str, str]]]
@@ -185,7 +182,7 @@ def _planned(job: Job, device: Device, software: Software, ask: Callable[[], Unp
         if what == _ON_HOST and fitting and fitting[-1].slowdown < _WORTH_UPDATES:
             break
         try:
-            options = Options(Budget(nbytes=unplanned.budget_bytes), policy, device=device, whole_step=whole_step)
+            options = Options(policy=policy, device=device, whole_step=whole_step)
             plan = preview(job, options, software, unplanned, captures if what == ways[0][1] else None)
         except InfeasibleBudgetError as error:
             needed = error.floor_bytes
@@ -203,13 +200,6 @@ def _planned(job: Job, device: Device, software: Software, ask: Callable[[], Unp
         if plan.slowdown <= NEAR:
             break
     return found or ([] if least is None else [least]), vain
-
-
-def _budget_bytes(estimate: Estimate) -> int:
-    """Return the budget to name: the device's memory, without what the context may take more and what others take."""
-    memory, outside = estimate.device.memory_bytes, estimate.context + estimate.communication
-    spare = max(outside.high - outside.central, int(OTHERS * memory))
-    return max(memory - spare, memory // 2) >> 20 << 20
 
 
 def _as_advice(plan: Plan, what: str, unmanaged_seconds: float | None) -> Advice:

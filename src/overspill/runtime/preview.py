@@ -12,11 +12,13 @@ import torch
 from overspill.capture.compiled.cut_step import CapturedCutStep
 from overspill.capture.recording.graph import graph_of
 from overspill.core import Device, Graph
+from overspill.core.budget import Budget
 from overspill.core.device import ABSENT
 from overspill.core.errors import InfeasibleBudgetError, RequestError, UnsupportedError
 from overspill.core.forked import copied
 from overspill.core.garbage import without_collection
 from overspill.core.progress import progress
+from overspill.costs.context import budget_bytes, context_bytes
 from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
 from overspill.estimation.api import Setting
@@ -64,12 +66,17 @@ class Taken(Protocol):
     def total_bytes(self) -> int:
         """Bytes in all."""
 
+    @property
+    def budget_bytes(self) -> int:
+        """The budget where the user names none."""
+
 
 class Estimated(NamedTuple):
     """That by an estimate which is made in a copy of this process."""
 
     outside_bytes: int
     total_bytes: int
+    budget_bytes: int
 
 
 class Recorded(NamedTuple):
@@ -327,6 +334,10 @@ def _asked(
                 (estimate,) = next(found)
     else:
         recorded = capture(options, device)
+    if options.limit == Budget():
+        outside = context_bytes(asked, setting.software.cuda_version)
+        whole = budget_bytes(asked, outside) if estimate is None else estimate.budget_bytes
+        options = replace(options, budget=Budget(nbytes=whole))
     if estimate is None:
         return options, account_of(options, device, CPU, software), recorded
     device = replace(device, context_bytes=estimate.outside_bytes)
@@ -363,4 +374,4 @@ def _estimated(job: Job, setting: Setting, *, compiled: bool) -> Iterator[tuple[
         yield (None,)
         return
     figures = made.compiled or made
-    yield (Estimated(figures.outside_bytes, figures.total_bytes),)
+    yield (Estimated(figures.outside_bytes, figures.total_bytes, figures.budget_bytes),)
