@@ -153,6 +153,8 @@ class TrainStep(PlannedPeaks):
             except OtherRows as error:
                 assert call.compiled is not None
                 assert call.compiled.rows is not None
+                if self._state.engine is not None:
+                    self._state.engine.settle()  # while its tensors live: else a copy's thread is the last to hold them
                 rows.stopped(error, call.compiled.rows)
             except InfeasibleBudgetError as error:
                 if not rows.is_over:
@@ -163,8 +165,6 @@ class TrainStep(PlannedPeaks):
                     "smaller batches would do too"
                 ) from None
             gc.collect()  # the error holds what the run had made in cycles
-            if self._state.engine is not None:
-                self._state.engine.settle()  # transfers that have begun hold memory until they end
             set_randomness(call.drawn)
 
     def _prepared(self, inputs: tuple[Any, ...]) -> StepCall:
