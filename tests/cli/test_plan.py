@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -145,9 +146,16 @@ def test_what_a_module_alone_is_taken_to_read_is_said_once(command: str, overspi
 
 
 def test_the_largest_batch_for_so_much_more_time_is_found(overspill: Overspill) -> None:
-    found = overspill("plan nets:shallow --batch 8 --budget 200KiB --most-slowdown 50% --json").answer
+    done = overspill("plan nets:shallow --batch 8 --budget 200KiB --most-slowdown 50% --json")
+    found = done.answer
     assert found["batch"] > 8
+    assert "planning batch 8, to find the largest\nplanning batch 16, to" in done.err
+    assert f"planning batch {found['batch']}, the largest\n" in done.err
     assert found["slowdown"] <= 1.5
+    told = overspill(f"plan nets:shallow --batch {found['batch']} --budget 200KiB --most-slowdown 50%").out
+    assert re.search(
+        rf"largest batch +{found['batch']} +with at most 50% more time; its step takes [\d.]+ % more\n", told
+    )
     larger = overspill(f"plan nets:shallow --batch {found['batch'] * 5 // 4} --budget 200KiB --json").answer
     assert not larger["feasible"] or larger["slowdown"] > 1.5
     assert "no batch has a plan" in overspill("plan nets:shallow --batch 8 --budget 9KiB --most-slowdown 1%").error

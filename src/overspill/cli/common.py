@@ -102,7 +102,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ARGUMENTS: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
 """The arguments of the running command, its name first."""
 _OF_THE_ANSWER = dict.fromkeys(("--json", "--verbose", "--compiled"), False) | dict.fromkeys(
-    ("--budget", "--report", "--out", "--plot", "--trace", "--snapshot", "--max"), True
+    ("--budget", "--most-slowdown", "--report", "--out", "--plot", "--trace", "--snapshot", "--max"), True
 )
 _OF_THE_ANSWER |= dict.fromkeys(("--policies", "--placers", "--points"), True)
 """Options that are not of a job, and whether a value follows."""

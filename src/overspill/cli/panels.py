@@ -26,8 +26,8 @@ PANELS: Mapping[str, str] = {
 }
 """The options of each panel in their order, without dashes; those of no panel are about output."""
 FIRST = frozenset(
-    ("batch", "optimizer", "dtype", "seq-len", "script", "lora", "checkpointing", "gpu", "budget", "policies", "steps",
-     "check", "report", "json")
+    ("batch", "optimizer", "dtype", "seq-len", "script", "lora", "checkpointing", "gpu", "budget", "most-slowdown",
+     "policies", "steps", "check", "report", "json")
 )  # fmt: skip
 """The options that `--help` shows where a command has more than a dozen."""
 NEVER: Mapping[str, frozenset[str]] = {

@@ -127,7 +127,8 @@ def plan(
             backend=backend, host_budget=host_budget, disk_bandwidth=disk_bandwidth,
         )  # fmt: skip
         if more is not None:
-            job = replace(job, batch=largest_batch(job, options, software, 1 + more))
+            job = replace(job, batch=largest_batch(job, options, software, 1 + more, narrator.now))
+            narrator.now(f"planning batch {job.batch}, the largest")
         title = f"{job.titled} on {device.name}, policy {policy}{job.manner(whole_step=whole_step)}"
         request = job.request() | {"gpu": device.name, "policy": policy, "whole_step": whole_step, "backend": backend}
         try:
@@ -142,7 +143,7 @@ def plan(
         made.schedule.save(out)
     files = {"plan": out, "plot": plot, "report": report, "trace": trace, "snapshot": snapshot}
     _write(made, title, files)
-    return _feasible(request, made, least_bytes, title, files, json=json, verbose=verbose)
+    return _feasible(request, made, least_bytes, title, files, most_slowdown, json=json, verbose=verbose)
 
 
 def _feasible(
@@ -151,13 +152,18 @@ def _feasible(
     least_bytes: int | None,
     title: str,
     files: dict[str, Path | None],
+    most_slowdown: str | None,
     *,
     json: bool,
     verbose: bool,
 ) -> Outcome:
-    """Return the outcome of a plan; what proves and places it once more is done only if it is shown."""
+    """Return the outcome of a plan; what proves and places it once more is done only if it is shown.
+
+    With `most_slowdown` the batch of the request was found.
+    """
     from overspill.placement.place import place_plan
-    from overspill.report.page import PasteLine
+    from overspill.report.listing import percent
+    from overspill.report.page import Figure, PasteLine
     from overspill.report.plan import brief_page, plan_page, too_small
 
     inductor = request["backend"] == "inductor"
@@ -167,10 +173,14 @@ def _feasible(
         page = plan_page(made, title, made.pool, placed, least_bytes, inductor=inductor)
     else:
         answer, page = {}, brief_page(made, title, least_bytes, inductor=inductor)
+    if most_slowdown is not None:
+        cost = f"with at most {most_slowdown} more time; its step takes {percent(max(made.slowdown - 1, 0), 1)} more"
+        found = Figure("largest batch", str(request["batch"]), cost)
+        page = replace(page, verdict=replace(page.verdict, figures=(found, *page.verdict.figures)))
     if made.fits_device and not page.next:
-        half = PasteLine(
-            same_job("plan", "--budget", "50%"), "It fits without a plan. What half of its memory would cost:"
-        )
+        batch = () if most_slowdown is None else ("--batch", str(request["batch"]))
+        line = same_job("plan", *batch, "--budget", "50%")
+        half = PasteLine(line, "It fits without a plan. What half of its memory would cost:")
         page = replace(page, next=(half,))
     if made.fits_device:
         return of_page(answer, page, files, brief=not verbose)

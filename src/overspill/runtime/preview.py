@@ -180,15 +180,17 @@ def preview_with_least(job: Job, options: Options, software: Software | None = N
     return _previewed(job, options, software, None, lambda step: (step.plan(), step.least_bytes()))
 
 
-def largest_batch(job: Job, options: Options, software: Software | None, most_slowdown: float) -> int:
+def largest_batch(
+    job: Job, options: Options, software: Software | None, most_slowdown: float, tell: Callable[[str], None]
+) -> int:
     """Return about the largest batch whose step is planned within the budget and at most so much slower than without.
 
     It is found from the job's own batch by doubling and halving, to a 16th, as if larger batches always took longer.
-    Raises RequestError if a batch of 1 is slower.
+    `tell` gets a line about each batch that is tried. Raises RequestError if a batch of 1 is slower.
     """
 
     def is_planned(batch: int) -> bool:
-        progress(f"batch {batch}")
+        tell(f"planning batch {batch}, to find the largest")
         try:
             with at_effort(FIRST_EFFORT):
                 plan = preview(replace(job, batch=batch), options, software)
