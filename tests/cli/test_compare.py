@@ -101,7 +101,7 @@ def test_a_reader_sees_the_fastest_that_fits_first_that_times_are_simulated_and_
     done = overspill(f"{COMPARE} {SOME} --budget 80% --plot picture.png --report page.html")
     assert done.code == 0
     text = " ".join(done.out.split())
-    assert "nets:shallow, batch 512, sgd on cpu, unmanaged " in text
+    assert "nets:shallow, batch 512, float32, sgd on cpu, unmanaged " in text
     assert ": simulated" in text
     assert "Times are simulated for cpu, not measured" in text
     assert text.endswith("overspill plan nets:shallow --batch 512 --policy auto --budget 80%")

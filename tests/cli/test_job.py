@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tests.cli.commands import Overspill
 
+from overspill.cli.job import job_of
+
 SCRIPT = """
 import sys
 import torch
@@ -58,6 +60,17 @@ def test_advice_is_given_on_jobs_of_micro_batches(overspill: Overspill) -> None:
     )
     planned = [change for change in overspill(f"advise {words}").answer["changes"] if "overspill." in change["what"]]
     assert planned[0]["slowdown"] is not None
+
+
+def test_a_title_names_the_job_as_it_was_asked_for() -> None:
+    asked = {"lora": 16, "quantize": "4bit", "accumulate": 4}
+    job = job_of(words=["llama-3.1-8b"], batch=2, seq_len=2048, optimizer="AdamW", dtype="bf16", **asked)
+    kind = "llama-3.1-8b, batch 2, 2048 tokens, bfloat16, lora 16, quantize 4bit, adamw"
+    assert job.titled(whole_step=True) == f"{kind}, whole step, 4 micro-batches"
+    assert (
+        job_of(words=["gpt2"], batch=1, small=True, inference=True).titled()
+        == "gpt2, batch 1, small, float32, inference"
+    )
 
 
 def test_a_plan_of_a_script_says_that_it_is_not_run_so(overspill: Overspill, script: str) -> None:

@@ -46,7 +46,7 @@ def test_a_reader_sees_the_curve_and_what_holds_it_up(overspill: Overspill) -> N
     assert "report saved to page.html" in done.out
     assert "What less memory costs" in Path("page.html").read_text(encoding="utf-8")
     text = " ".join(done.out.split())
-    assert "nets:shallow, batch 512, sgd on cpu, at every budget: simulated" in text
+    assert "nets:shallow, batch 512, float32, sgd on cpu, at every budget: simulated" in text
     assert text.endswith("overspill plan nets:shallow --batch 512 --policy auto --budget smallest")
     assert "100.0 %" in text
     assert "times as long" in text

@@ -18,7 +18,7 @@ def test_a_plan_is_saved_where_asked(overspill: Overspill) -> None:
     assert done.code == 0
     assert "trace saved to trace.json; snapshot saved to blocks.pickle" in " ".join(done.out.split())
     processes = named(read_trace(Path("trace.json")), "process_name")
-    assert processes[0] == "simulated: nets:shallow, batch 64, sgd on cpu, policy liveness"
+    assert processes[0] == "simulated: nets:shallow, batch 64, float32, sgd on cpu, policy liveness"
     assert read_snapshot("blocks.pickle").devices == (0,)
 
 

@@ -135,7 +135,7 @@ def compare(
         "lower_bound_seconds": rows.lower_bound_seconds,
         "figures_of": job.planned_part,
     }
-    titled = f"{job.titled} on {rows.device.name}{job.manner(whole_step=whole_step, of_last=True)}"
+    titled = f"{job.titled(whole_step=whole_step, of_last=True)} on {rows.device.name}"
     return _outcome(request, titled, rows, {"plot": plot, "report": report}, begun, crossings, budget)
 
 

@@ -174,8 +174,10 @@ def job_of(
                 f"--{source.framework} is a job of its own: leave out MODEL, --small, --image-size and --seq-len"
             )
         return Job(source, _batch(batch), **fields)
-    name = models.checked_name(_one_model(words))
-    return Job(NamedModel(name, small, image_size, seq_len, tell_once), _batch(batch), **fields)
+    typed = _one_model(words)
+    return Job(
+        NamedModel(models.checked_name(typed), small, image_size, seq_len, tell_once, typed), _batch(batch), **fields
+    )
 
 
 def _trained_by(optimizer: str | None, *, inference: bool) -> dict[str, Any]:

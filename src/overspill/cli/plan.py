@@ -129,7 +129,7 @@ def plan(
         if more is not None:
             job = replace(job, batch=largest_batch(job, options, software, 1 + more, narrator.now))
             narrator.now(f"planning batch {job.batch}, the largest")
-        title = f"{job.titled} on {device.name}, policy {policy}{job.manner(whole_step=whole_step)}"
+        title = f"{job.titled(whole_step=whole_step)} on {device.name}, policy {policy}"
         request = job.request() | {"gpu": device.name, "policy": policy, "whole_step": whole_step, "backend": backend}
         try:
             made, least_bytes = preview_with_least(job, options, software)

@@ -85,8 +85,8 @@ def sweep(
     request = job.request() | {
         "whole_step": whole_step, "backend": backend, "gpu": device.name, "figures_of": job.planned_part,
     }  # fmt: skip
-    manner = job.manner(whole_step=whole_step, of_last=True)
-    title = f"{job.titled} on {device.name}{manner}, at every budget: simulated"
+    titled = job.titled(whole_step=whole_step, of_last=True)
+    title = f"{titled} on {device.name}, at every budget: simulated"
     return _outcome(request, found, title, begun, report)
 
 

@@ -56,6 +56,13 @@ class Figures:
     stages: Mapping[int, int] = field(default_factory=dict)
     """For a pipeline, peaks of requested bytes without scratch, by stage; the figures are those of the largest."""
 
+    @property
+    def titled(self) -> str:
+        """The job in words, for a title."""
+        if self.retrace is not None:
+            return self.retrace.job.titled()
+        return self.name if self.batch is None else f"{self.name}, batch {self.batch}"
+
     # The allocator
 
     @cached_property

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 """What people write for a dtype."""
+_OF_WEIGHTS = ("lora", "lora_targets", "lora_dropout", "quantize", "upcast")
+"""Options that say which weights a model has."""
 MakeOptimizer = Callable[[Iterable["Tensor"]], "Optimizer"]
 
 
@@ -182,19 +184,12 @@ class Job:
     @property
     def name(self) -> str:
         """The model's name, as the user gave it."""
-        return getattr(self.model, "name", "model")
+        return getattr(self.model, "typed", "") or getattr(self.model, "name", "model")
 
     @property
     def allocator(self) -> str:
         """The name of its framework's own allocator."""
         return self.model.allocator if isinstance(self.model, Source) else "pytorch"
-
-    @property
-    def titled(self) -> str:
-        """Model, batch and optimizer, for a title."""
-        if isinstance(self.model, Script):
-            return f"{self.name}, a recorded step that is not run so: tensors are swapped, nothing is computed again,"
-        return f"{self.name}, batch {self.batch}, {self.optimizer}"
 
     def request(self) -> dict[str, Any]:
         """Return the requested model, batch, optimizer and dtype, for JSON output."""
@@ -229,7 +224,9 @@ class Job:
     @property
     def _configured(self) -> models.Quantization | None:
         return (
-            models.quantization_of(self.name) if isinstance(self.model, NamedModel) and self.name[:3] == "hf:" else None
+            models.quantization_of(self.model.name)
+            if isinstance(self.model, NamedModel) and self.model.name[:3] == "hf:"
+            else None
         )
 
     @property
@@ -432,13 +429,21 @@ class Job:
               "take adamw")),
         )  # fmt: skip
 
-    def manner(self, *, whole_step: bool, of_last: bool = False) -> str:
-        """Return how training differs from the plain loop, for a title.
+    def titled(self, *, whole_step: bool = False, of_last: bool = False) -> str:
+        """Return the job in words, for the title of whatever is said of it.
 
-        It names the dtype, several GPUs, the whole step if that is planned, and other options; also whether figures are
-        `of_last` micro-batch, if there are several.
+        It names the model as the user gave it, its batch and tokens, dtype, adapters, quantisation and optimizer, then
+        several GPUs, the whole step if that is planned, and what else differs from the plain loop; also whether figures
+        are `of_last` micro-batch, if there are several.
         """
-        parts = [] if self.dtype == "float32" else [f"in {self.dtype}"]
+        if isinstance(self.model, Script):
+            parts = [f"{self.name}, a recorded step that is not run so: tensors are swapped, nothing is computed again"]
+        else:
+            by = self.optimizer if isinstance(self.optimizer, str) else getattr(self.optimizer, "__name__", "optimizer")
+            parts = [self.name, *([] if self.batch is None else [f"batch {self.batch}"])]
+            parts += self.model.sizes if isinstance(self.model, NamedModel) else []
+            first = [name for name in self.ways() if name in _OF_WEIGHTS]
+            parts += [self.dtype, *map(self._way, first), "inference" if self.optimizer is None else by]
         if self.parallel is not None:
             parts.append(str(self.parallel))
         if whole_step:
@@ -448,9 +453,9 @@ class Job:
             "clip_norm": f"gradients clipped to norm {self.clip_norm:g}" if self.clip_norm else "",
             "clip_value": f"gradients clipped to ±{self.clip_value:g}" if self.clip_value else "",
         }
-        parts += [worded.get(name) or self._way(name) for name in self.ways()]
+        parts += [worded.get(name) or self._way(name) for name in self.ways() if name not in _OF_WEIGHTS]
         parts += ["figures of the last micro-batch"] * (of_last and self.accumulate > 1)
-        return "".join(f", {part}" for part in parts)
+        return ", ".join(parts)
 
     @property
     def planned_part(self) -> str:
@@ -461,21 +466,6 @@ class Job:
         """Return the fields that differ from the plain loop, without optimizer, dtype and number of GPUs."""
         plain = {"model", "batch", "optimizer", "dtype", "parallel"}
         return self.changed(*(f.name for f in fields(self) if f.name not in plain))
-
-    def said(self) -> str:
-        """Return the job in words.
-
-        With several GPUs it also tells which of them the batch and the bytes are of.
-        """
-        by = self.optimizer if isinstance(self.optimizer, str) else getattr(self.optimizer, "__name__", "an optimizer")
-        parts = ["run without gradients" if self.optimizer is None else f"trained by {by}", f"in {self.dtype}"]
-        parts += [self._way(name) for name in self.ways()]
-        if self.parallel is not None:
-            kind, of = self.parallel.kind, "batch and bytes are of each GPU"
-            if kind == "pp":
-                of = "the batch is of all, bytes are of the GPU that needs most"
-            parts.append(f"{self.parallel}: {of}")
-        return ", ".join(parts)
 
     def _way(self, name: str) -> str:
         """Return an option that differs from the plain loop, in words."""
@@ -537,4 +527,4 @@ def job_of(
         return Job(given, batch or given.batch, optimizer, **how)
     if inputs is not None or loss is not None:
         raise RequestError(f"{build} has its own inputs and loss; pass a module or a function to choose them")
-    return Job(NamedModel(models.checked_name(build)), batch, optimizer, **how)
+    return Job(NamedModel(models.checked_name(build), typed=build), batch, optimizer, **how)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from overspill import models
@@ -31,6 +31,15 @@ class NamedModel:
     seq_len: int | None = None
     tell: Callable[[str], None] = _nobody
     """Called with each value that the user did not give and that was assumed."""
+    typed: str = field(default="", compare=False)
+    """The name as the user wrote it, if that is shorter."""
+
+    @property
+    def sizes(self) -> list[str]:
+        """The sizes that the user chose, in words."""
+        images = None if self.image_size is None else f"images of {self.image_size}"
+        tokens = None if self.seq_len is None else f"{self.seq_len} tokens"
+        return [said for said in (self.small and "small", images, tokens) if said]
 
     def __call__(self) -> BuiltModel:
         """Return a new model. Raises RequestError."""

@@ -63,7 +63,7 @@ def advise_page(made: Estimate, verdict: str, found: Sequence[Advice], left_out:
         notes.append(f"Tried and left out ({why}): {names}.")
     if not found:
         notes.append("Nothing that was tried makes it need less.")
-    title = f"What {made.name} needs on {made.device.name}, and what takes less"
+    title = f"{made.titled} on {made.device.name}: what it needs, and what takes less"
     table = changes_table(found, as_it_is)
     lines: list[PasteLine] = []
     for advice in [advice for advice in found if advice.fits and (advice.trainer or advice.python)][:MOST_LINES]:
@@ -87,16 +87,13 @@ def cards_page(made: Estimate, found: Sequence[JobOnGpu], then: Callable[[str], 
     fitting = [card.gpu for card in found if card.fits]
     possible = fitting or [card.gpu for card in found if card.fits_planned]
     verdict = f"Fits {len(fitting)} of {len(found)} GPUs" + (f", the smallest is {fitting[0]}" if fitting else "")
-    batch = "" if made.batch is None else f", batch {made.batch}"
     explained = (
         "Needs and the largest batch are estimated without a plan; the batch is interpolated between two traces. Steps "
         "are simulated without a plan, even where they do not fit. Perhaps planned: enough tensors may leave the GPU; "
         "`overspill plan` says at what cost."
     )
     table = Table("", columns, tuple(rows))
-    return Page(
-        f"{made.name}{batch}", Verdict(verdict, bool(fitting)), (table,), (explained,), (*map(then, possible[:1]),)
-    )
+    return Page(made.titled, Verdict(verdict, bool(fitting)), (table,), (explained,), (*map(then, possible[:1]),))
 
 
 def _fits(card: JobOnGpu) -> str:

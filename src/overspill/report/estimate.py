@@ -47,9 +47,8 @@ def estimate_page(
     what to do next.
     """
     changes = made.changes if asked else ()
-    batch = "" if made.batch is None else f", batch {made.batch}"
     return Page(
-        title or f"{made.name}{batch}{f' on {made.device.name}' if asked else ''}",
+        title or f"{made.titled}{f' on {made.device.name}' if asked else ''}",
         estimate_verdict(made, tuple(_further(made, within, asked=asked)), asked=asked),
         (
             *([changes_table([sized(c, made.budget_bytes) for c in changes])] if changes else []),
@@ -61,13 +60,20 @@ def estimate_page(
         ),
         (
             "Everything is estimated by running the job on a GPU that is not there; nothing was measured.",
-            *([] if made.retrace is None else [f"The job: {made.retrace.job.said()}."]),
+            *([] if made.parallel is None else [_shares(made.parallel.kind)]),
             *([] if made.unspecified is None else [open_settings(made.unspecified)]),
         ),
         (then or PasteLine("overspill.advise(...)", "What would make it fit, for the arguments of this estimate:"),)
         if then or (asked and not made.fits())
         else (),
     )
+
+
+def _shares(kind: str) -> str:
+    """Return which of several GPUs the batch and the bytes are of."""
+    if kind == "pp":
+        return "The batch is of all GPUs, bytes are of the one that needs most."
+    return "Batch and bytes are of each GPU."
 
 
 def estimate_verdict(made: Estimate, further: tuple[Figure, ...] = (), *, asked: bool = True) -> Verdict:

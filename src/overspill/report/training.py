@@ -210,9 +210,8 @@ def title_of(trained: Trained) -> str:
     """Return a title: the trained model and the settings."""
     job, options = trained.job, trained.options
     return (
-        f"{job.titled}, {count(len(trained.managed.losses), 'step')} on {trained.device}: "
-        f"policy {options.policy}, {options.store} store, {options.backend} "
-        f"backend{job.manner(whole_step=options.whole_step)}"
+        f"{job.titled(whole_step=options.whole_step)}, {count(len(trained.managed.losses), 'step')} on "
+        f"{trained.device}: policy {options.policy}, {options.store} store, {options.backend} backend"
     )
 
 
