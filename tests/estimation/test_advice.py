@@ -18,7 +18,7 @@ from overspill.estimation.api import estimate
 from overspill.estimation.estimate import Estimate
 from overspill.job import Parallel
 from overspill.plans.fit import GAIN, NEAR
-from overspill.report.advice import sized
+from overspill.report.advice import advise_page, sized
 from overspill.runtime.advise import advise
 
 MIB = 1 << 20
@@ -253,6 +253,20 @@ def test_changes_carry_the_arguments_of_trainer() -> None:
     assert one.trainer.startswith(f"per_device_train_batch_size={one.what.split()[1]}, gradient_acc")
     assert told(all_of_it, "8bit").trainer == 'optim="adamw_bnb_8bit"'
     assert not told(all_of_it, "another GPU").trainer
+
+
+def test_what_to_do_next_says_where_each_line_goes() -> None:
+    made, all_of_it = found(6000)
+    ours = replace(told(all_of_it, "overspill."), fits=True, before='overspill.allocator("planned")')
+    first = replace(told(all_of_it, "autocast"), fits=True)
+    lines = [(line.text, line.why) for line in advise_page(made, "", [first, ours], {}).next]
+    size = made.budget_bytes >> 20
+    assert lines == [
+        ("bf16=True", "mixed precision: torch.autocast in bfloat16, in Trainer:"),
+        ('overspill.allocator("planned")', "Or Overspill's plan. First of all, before CUDA is used:"),
+        (f'model = overspill.compile(model, budget="{size}MiB")', "Then, before your training loop:"),
+        (f'callbacks=[overspill.callbacks.Budget("{size}MiB")]', "The same in Trainer or TRL:"),
+    ]
 
 
 def test_estimates_show_the_first_five() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,11 +67,24 @@ def advise_page(made: Estimate, verdict: str, found: Sequence[Advice], left_out:
     table = changes_table(found, as_it_is)
     lines: list[PasteLine] = []
     for advice in [advice for advice in found if advice.fits and (advice.trainer or advice.python)][:MOST_LINES]:
-        if advice.before:
-            lines.append(PasteLine(advice.before, "First of all, before CUDA is used:"))
-        lines.append(PasteLine(advice.trainer or advice.python, f"{'Or ' * bool(lines)}{advice.what}:"))
+        lines += _lines(advice, "Or " * bool(lines))
     helped = () if made.fits() else tuple(lines)
     return Page(title, Verdict(verdict, made.fits()), (table,), tuple(notes), helped)
+
+
+def _lines(advice: Advice, either: str) -> Iterator[PasteLine]:
+    """Yield the lines that make the change, each below where it goes; `either` begins the first."""
+    if not advice.python:
+        yield PasteLine(advice.trainer, f"{either}{advice.what}, in Trainer:")
+        return
+    if advice.before:
+        yield PasteLine(advice.before, f"{either}Overspill's plan. First of all, before CUDA is used:")
+    plan = "Then" if advice.before else f"{either}Overspill's plan"
+    where = "before" if advice.python.startswith("model = ") else "in place of the body of"
+    model = ", the model on the CPU" if 'device="cuda"' in advice.python else ""
+    yield PasteLine(advice.python, f"{plan}, {where} your training loop{model}:")
+    if advice.trainer:
+        yield PasteLine(advice.trainer, "The same in Trainer or TRL:")
 
 
 def cards_page(made: Estimate, found: Sequence[JobOnGpu], then: Callable[[str], PasteLine]) -> Page:
