@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -237,6 +238,8 @@ def test_help_shows_what_most_need_and_help_all_what_the_command_takes(
         assert text in everything
     for refused in NEVER["train"]:
         assert f"--{refused} " not in everything
+    output = re.findall(r"│ (--[\w-]+)", everything.partition("─ Output ─")[2])
+    assert output == ["--out", "--profile", "--report", "--trace", "--snapshot", "--json"]
     assert overspill("train -h").out == short
     assert {name for names in COMMAND_PANELS.values() for name in names.split()} == set(group().commands)
 

@@ -20,8 +20,8 @@ PANELS: Mapping[str, str] = {
     "shift-logits loss-chunks objective keep-outputs offload-optimizer cudnn-benchmark check checksum",
     "Fine-tuning": "lora lora-targets lora-dropout quantize upcast",
     "Several GPUs": "gpus parallel param-dtype reduce-dtype cpu-offload micro-batches",
-    "Device": "gpu device torch cuda allocator allocator-config store store-dir",
-    "Budget and plan": "budget most-slowdown capacity policy policies placement placers points whole-step update "
+    "Device": "gpu device torch cuda allocator allocator-config store store-dir host-budget disk-bandwidth",
+    "Budget and plan": "budget max most-slowdown capacity policy policies placement placers points whole-step update "
     "backend partition compiled times solver seed",
 }
 """The options of each panel in their order, without dashes; those of no panel are about output."""
