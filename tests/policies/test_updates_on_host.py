@@ -98,14 +98,14 @@ def test_over_a_slow_link_updates_on_the_host_move_less_and_are_faster() -> None
     assert seconds_of(DEEP, on_host, FAST_HOST) < 0.8 * seconds_of(DEEP, on_device, FAST_HOST)
 
 
+@pytest.mark.parametrize("slow", [{"host_update_bytes_per_second": 1e4}, {"host_update_call_seconds": 10.0}])
 def test_where_the_host_is_slow_auto_leaves_updates_on_the_device_and_searches_no_other_plan(
-    monkeypatch: pytest.MonkeyPatch,
+    slow: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched = []
     search = Auto._on_device
     monkeypatch.setattr(Auto, "_on_device", lambda *args: searched.append(args) or search(*args))
-    slow = replace(FAST_HOST, host_update_bytes_per_second=1e4)
-    made = Auto(update="auto").plan(DEEP, slow, tight(DEEP))
+    made = Auto(update="auto").plan(DEEP, replace(FAST_HOST, **slow), tight(DEEP))
     assert not made.targets(Verb.RUN_ON_HOST)
     assert len(searched) == 1
 

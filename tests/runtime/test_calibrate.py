@@ -47,6 +47,7 @@ def test_every_figure_is_one_that_a_machine_can_have(tmp_path: Path) -> None:
         device.op_overhead_seconds,
         device.transfer_host_seconds,
         device.host_update_bytes_per_second,
+        device.host_update_call_seconds or 0.0,
     )
     assert all(math.isfinite(rate) and rate > 0 for rate in rates)
     assert 0 <= device.transfer_compute_share <= 1

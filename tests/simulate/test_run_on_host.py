@@ -44,6 +44,7 @@ def device() -> Device:
         offload_bytes_per_second=1.0,
         prefetch_bytes_per_second=2.0,
         host_update_bytes_per_second=10.0,
+        host_update_call_seconds=0.0,
         transfer_latency_seconds=0.0,
         op_overhead_seconds=0.0,
     )
@@ -133,6 +134,28 @@ def test_an_update_that_the_next_step_needs_late_costs_nothing(device: Device) -
     )  # fmt: skip
     timeline = simulate(graph, late, device, (20.0, 1.0, 1.0, 1.0))
     assert (timeline.step_seconds, timeline.host_update_seconds) == (20 + 4 + 1 + 1 + 8, 4)
+
+
+@pytest.mark.parametrize(("small", "second"), [(24, 3.0), (23, 4.4)])
+def test_small_updates_that_follow_one_another_are_one_call(
+    device: Device, monkeypatch: pytest.MonkeyPatch, small: int, second: float
+) -> None:
+    """A call takes two seconds, one more parameter in it 0.6; each moves 24 bytes in 2.4 seconds."""
+    monkeypatch.setattr("overspill.core.graph.SMALL_UPDATE_BYTES", small)
+    build = Build()
+    weights = [build.tensor(8, TensorKind.PARAMETER, name, persistent=True) for name in "vw"]
+    gradients = [build.tensor(8, TensorKind.GRADIENT, name) for name in "gh"]
+    build.op([], gradients, Phase.BACKWARD)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        build.op([weight, gradient], [weight], Phase.UPDATE)
+    made = build.graph()
+    graph = replace(made, whole_step=True, tensors=tuple(replace(t, movable=True) for t in made.tensors))
+    leave = [(verb, g) for verb in (OUT, OUT_DONE, FREE) for g in gradients]
+    planned = replace(schedule((RUN, 0), *leave, (ON_HOST, 1), (ON_HOST, 2)), stored=tuple(weights))
+    check(graph, planned)
+    timeline = simulate(graph, planned, replace(device, host_update_call_seconds=2.0), SECONDS)
+    took = [e.end_seconds - e.start_seconds for e in timeline.events if e.stream is Stream.HOST_UPDATE]
+    assert took == pytest.approx([4.4, second])
 
 
 def test_without_the_rate_of_the_host_no_update_there_is_simulated(graph: Graph, device: Device) -> None:

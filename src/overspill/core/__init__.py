@@ -17,6 +17,7 @@ from .graph import TensorKind as TensorKind
 from .graph import numbered as numbered
 from .layout import Layout as Layout
 from .layout import Places as Places
+from .schedule import MOST_TOGETHER as MOST_TOGETHER
 from .schedule import OF_OPS as OF_OPS
 from .schedule import Instruction as Instruction
 from .schedule import Schedule as Schedule

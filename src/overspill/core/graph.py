@@ -10,6 +10,9 @@ from functools import cached_property
 from .frames import Frame, source_of, stack_of
 from .saved import Saved
 
+SMALL_UPDATE_BYTES = 1 << 20
+"""An update on the host that reads and writes no more is small: a call of the optimizer takes longer than that."""
+
 
 class TensorKind(StrEnum):
     """Kinds of tensors, by use."""
@@ -189,6 +192,10 @@ class Graph(Saved):
     def moved_on_host_bytes(self, op: Op) -> int:
         """Return the bytes that an update reads and writes on the host: if nobody knows, each of its tensors once."""
         return op.moved_on_host_bytes or sum(self.tensors[t].nbytes for t in op.reads + op.writes)
+
+    def is_small_on_host(self, op: Op) -> bool:
+        """Return whether an update on the host takes little beside the call of the optimizer that it is in."""
+        return self.moved_on_host_bytes(op) <= SMALL_UPDATE_BYTES
 
     @cached_property
     def producer(self) -> dict[int, int]:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from .graph import Graph
 from .saved import Saved
+
+MOST_TOGETHER = 64
+"""Most updates in one call of the optimizer: they share its cost, and more would save little."""
 
 
 class Verb(StrEnum):
@@ -16,7 +20,8 @@ class Verb(StrEnum):
     Offload and Prefetch only start a transfer; the Awaits block the compute stream. Start begins a collective, which
     the Run or Recompute of its op then ends. Without a Start these do both. RunOnHost starts an op of the update in
     host memory, on the copies in the store: the host runs such ops in order. Later transfers of what the op reads or
-    writes wait for its end, and nothing else does, not even the end of the step.
+    writes wait for its end, and nothing else does, not even the end of the step. Small ones that follow one another are
+    one call (`Schedule.joined`).
     """
 
     RUN = "run"
@@ -67,6 +72,19 @@ class Schedule(Saved):
     def counts(self) -> Counter[Verb]:
         """Number of instructions of each verb."""
         return Counter(instruction.verb for instruction in self.instructions)
+
+    def joined(self, graph: Graph) -> frozenset[int]:
+        """Return the positions of updates on the host that are in one call of the optimizer with the one before."""
+        found: list[int] = []
+        count = 0
+        for position, instruction in enumerate(self.instructions if self.counts[Verb.RUN_ON_HOST] else ()):
+            if instruction.verb is not Verb.RUN_ON_HOST or not graph.is_small_on_host(graph.ops[instruction.target]):
+                count = 0
+                continue
+            if count % MOST_TOGETHER:
+                found.append(position)
+            count += 1
+        return frozenset(found)
 
     def targets(self, verb: Verb) -> tuple[int, ...]:
         """Return the targets of all instructions of `verb`, in order."""

@@ -201,6 +201,7 @@ def _checked(device: Device, path: Path) -> Device:
         "network_bytes_per_second": device.network_bytes_per_second,
         "network_latency_seconds": device.network_latency_seconds,
         "host_update_bytes_per_second": device.host_update_bytes_per_second,
+        "host_update_call_seconds": device.host_update_call_seconds or 0.0,
         "host_bytes": device.host_bytes,
         "disk_read_bytes_per_second": device.disk_read_bytes_per_second,
         "disk_write_bytes_per_second": device.disk_write_bytes_per_second,

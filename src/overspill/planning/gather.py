@@ -10,10 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from overspill.core import OF_OPS, Graph, Instruction, Schedule, Verb
-
-MOST_TOGETHER = 64
-"""Most updates in a group: they share the cost of one optimizer step, and more would save little."""
+from overspill.core import MOST_TOGETHER, OF_OPS, Graph, Instruction, Schedule, Verb
 
 
 def gather(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from overspill.core import (
+    MOST_TOGETHER,
     OF_OPS,
     Device,
     Graph,
@@ -59,6 +60,12 @@ def updates_of(graph: Graph) -> tuple[int, ...]:
     return tuple(sorted(found, key=lambda op: (complete(op), op)))
 
 
+def seconds_on_host(graph: Graph, op: Op, device: Device) -> float:
+    """Return the least that an update takes on the host: a small one may be in a call with others."""
+    joins = not device.host_bytes and graph.is_small_on_host(op)
+    return device.host_update_seconds(graph.moved_on_host_bytes(op), joins=joins)
+
+
 def without(graph: Graph, updates: Collection[int]) -> tuple[Graph, tuple[int, ...]]:
     """Return the step without `updates` and the state that they alone use, and the ids of its ops in `graph`.
 
@@ -89,7 +96,7 @@ class HostUpdates:
         """Return a bound on the step within a budget, the largest of what the processors, the link and the disk do."""
         device, graph, rest = self.device, self.graph, self.rest
         nbytes = [t.nbytes for t in graph.tensors]
-        host = sum(device.host_update_seconds(graph.moved_on_host_bytes(op)) for op in self.updates)
+        host = sum(seconds_on_host(graph, op, device) for op in self.updates)
         # Gradients leave, and weights come back.
         read = {t for op in self.updates for t in op.reads} - self.weights
         out = sum(nbytes[t] for t in read if rest.written_by[t])
@@ -164,6 +171,8 @@ class _Insertion:
     """Resident weights that the host has been given, with when it is done."""
     back: list[int] = field(default_factory=list)
     """Those that come back in this step."""
+    small: list[Op] = field(default_factory=list)
+    """Small updates that wait for others."""
     of_loop: list[int] = field(default_factory=list)
     """Updates that wait until the user's loop steps, because the step is cut there."""
 
@@ -211,7 +220,8 @@ class _Insertion:
         self.index = len(self.before.instructions)
         while self.leaving:
             self._arrive()
-        for op in self.of_loop:
+        self._update_small(self.clock[-1])
+        for op in sorted(self.of_loop, key=lambda op: self.of.graph.is_small_on_host(self.of.graph.ops[op])):
             self._add(Verb.RUN_ON_HOST, op)
         for tensor in self.back:
             self._add(Verb.AWAIT_PREFETCH, tensor)
@@ -283,11 +293,31 @@ class _Insertion:
             if tensor in waits and len(waits) == 1 and not self.of.graph.whole_step:
                 self.of_loop.append(op.id)
             elif tensor in waits and len(waits) == 1:
-                self._add(Verb.RUN_ON_HOST, op.id)
-                seconds = self.of.device.host_update_seconds(self.of.graph.moved_on_host_bytes(op))
-                self.host_free = max(now, self.host_free) + seconds
-                self.updated += [(self.host_free, t) for t in op.writes if t in self._resident]
+                self._update(op, now)
             waits.discard(tensor)
+
+    def _update(self, op: Op, now: float) -> None:
+        """Start an update; a small one that takes less than its call, once there are others for that."""
+        device, graph = self.of.device, self.of.graph
+        seconds = device.host_update_seconds(graph.moved_on_host_bytes(op))
+        if not device.host_bytes and graph.is_small_on_host(op) and seconds <= 2 * device.host_update_seconds(0):
+            self.small.append(op)
+            if len(self.small) == MOST_TOGETHER:
+                self._update_small(now)
+            return
+        self._start(op, now, seconds)
+
+    def _update_small(self, now: float) -> None:
+        """Start the small updates that wait, in one call."""
+        device, graph = self.of.device, self.of.graph
+        for place, op in enumerate(self.small):
+            self._start(op, now, device.host_update_seconds(graph.moved_on_host_bytes(op), joins=place > 0))
+        self.small.clear()
+
+    def _start(self, op: Op, now: float, seconds: float) -> None:
+        self._add(Verb.RUN_ON_HOST, op.id)
+        self.host_free = max(now, self.host_free) + seconds
+        self.updated += [(self.host_free, t) for t in op.writes if t in self._resident]
 
     def _come_back(self, now: float) -> None:
         """Bring back weights that the host has updated and the device has memory for, if they arrive in this step."""
@@ -348,7 +378,7 @@ def balanced(
         if less + fewer <= 0:
             continue
         out, back, computing = out - less, back - fewer, computing - seconds[op.id]
-        on_host += device.host_update_seconds(graph.moved_on_host_bytes(op))
+        on_host += seconds_on_host(graph, op, device)
         found.append(op.id)
         if (busy := busiest()) < least:
             least, best = busy, len(found)

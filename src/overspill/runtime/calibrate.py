@@ -30,6 +30,7 @@ from overspill.devices.loader import DEVICES, load_device, physical_bytes
 from .collectives import all_gather
 from .transfer.disk_store import DiskStore
 from .transfer.engine import TransferEngine, make_engine
+from .transfer.host_store import HostStore
 from .transfer.lanes import Slot, ThreadLane
 from .transfer.stores import Store
 
@@ -44,6 +45,8 @@ PAGE_BYTES = 4096
 PAGE_TRIPS = 100
 HOST_ROUNDS = 5
 SMALL_OPS = 20_000
+SMALL_ELEMENTS = 256
+"""Elements of a small parameter."""
 COMPUTE_SECONDS = 0.3
 """Seconds that compute runs alone, then alongside transfers, to measure their cost."""
 SHARE_ROUNDS = 3
@@ -73,7 +76,7 @@ def calibrate(store_dir: str | Path | None = None, progress: Progress | None = N
             say("measuring compute beside transfers")
             share = _compute_share(engine.store)
         say("measuring the optimizer's updates")
-        updating = _update_rate()
+        updating, update_call = _update_rate(), _update_call()
         say("measuring convolutions and attention")
         efficiency = _efficiency(rates["float32"])
     finally:
@@ -97,6 +100,7 @@ def calibrate(store_dir: str | Path | None = None, progress: Progress | None = N
         transfer_compute_share=share,
         efficiency=efficiency,
         host_update_bytes_per_second=updating,
+        host_update_call_seconds=update_call,
         link_latency_seconds=assumed.link_latency_seconds,
         link_bytes_per_second=assumed.link_bytes_per_second,
         sources=_sources() | {figure: assumed.sources[figure] for figure in link},
@@ -303,6 +307,25 @@ def _update_rate() -> float:
     return 7 * COPY_BYTES / _fastest(update.step, rounds=5)
 
 
+def _update_call() -> float:
+    """Return the seconds of AdamW's update of one small parameter in host memory, each in a call of its own."""
+    parameter = torch.nn.Parameter(torch.zeros(SMALL_ELEMENTS))
+    parameter.grad = torch.ones_like(parameter)
+    step = torch.optim.AdamW([parameter], fused=True).step
+    engine = make_engine(HostStore(), torch.device("cpu"))
+    try:
+        handles = [engine.offload(torch.zeros(SMALL_ELEMENTS)) for _ in range(4)]  # gradient, weight and its state
+
+        def run() -> None:
+            for _ in range(PAGE_TRIPS):
+                engine.update("calibration", lambda *_: step(), handles, handles[1:])
+            engine.updates.finish()
+
+        return _fastest(run) / PAGE_TRIPS
+    finally:
+        engine.close()
+
+
 def _op_overhead() -> float:
     """Return the seconds of the smallest op, called as lowered graphs call it."""
     one, add = torch.ones(1), torch.ops.aten.add.Tensor
@@ -361,6 +384,7 @@ def _sources() -> dict[str, str]:
         "transfer_latency_seconds": "half a round trip of 4 KiB through the disk store",
         "op_overhead_seconds": "addition of two tensors of one element",
         "host_update_bytes_per_second": f"AdamW(fused=True) on {format_bytes(COPY_BYTES)} of float32, read and written",
+        "host_update_call_seconds": f"AdamW(fused=True) on {SMALL_ELEMENTS} elements in the thread of updates",
         "transfer_host_seconds": "time of the computing thread, half a round trip of 4 KiB through the disk store",
         "full_duplex": "both directions at once against one after the other",
         "transfer_compute_share": "matrix products beside a lane that writes and reads the disk store",

@@ -38,6 +38,7 @@ from overspill.pytorch.graphs import LazyGraphModule, SavedForBackwardsAOTOutput
 
 from .arena import Arena, kept_storage_at, storage_at, tensor_at
 from .transfer import ops
+from .transfer.host_lane import listed
 from .values import Values
 
 HANDLE_PREFIX = "handle_of_"
@@ -50,6 +51,7 @@ TOGETHER = "overspill_together"
 """Key in an emitted node's meta: how many other ops run in the same call."""
 HOLDS = "overspill_holds"
 """Key in an input's meta: the tensor that it is."""
+_UPDATES = (Verb.RUN, Verb.RUN_ON_HOST)
 Together = Callable[[Sequence[Callable[..., None]]], Callable[..., None]]
 """Merges several functions into one, which takes a tuple of arguments for each."""
 
@@ -170,12 +172,13 @@ class Emitter:
         for position, instruction in remaining:
             self.position = position
             self._emit_moments(position)
-            if instruction.verb is Verb.RUN and (group := self.groups.get(instruction.target)):
+            if instruction.verb in _UPDATES and (group := self.groups.get(instruction.target)):
                 others = [next(remaining) for _ in group[1:]]
                 assert group[1:] == tuple(other.target for _, other in others)
                 for other, _ in others:
                     self._emit_moments(other)
-                self._run_together([self.captured.graph.ops[op] for op in group])
+                together = self._run_together if instruction.verb is Verb.RUN else self._run_on_host
+                together([self.captured.graph.ops[op] for op in group])
             else:
                 self._emit(instruction.verb, instruction.target)
 
@@ -195,7 +198,7 @@ class Emitter:
             started.meta = {"val": None, OP_ID: target, DOES: (verb, target)}
             self.started[target] = started
         elif verb is Verb.RUN_ON_HOST:
-            self._run_on_host(self.captured.graph.ops[target])
+            self._run_on_host([self.captured.graph.ops[target]])
         elif verb is Verb.FREE:
             self._free(target)
         # Transfers: a call of the engine, whose result is a handle or the arriving tensor.
@@ -258,27 +261,38 @@ class Emitter:
         for op in group:
             self._touch(*op.reads, *op.writes)
 
-    def _run_on_host(self, op: Op) -> None:
-        """Emit the start of an update on the store's copies of what the op reads and writes."""
-        node = self.captured.nodes[op.id]
-        mutation = node.meta.get(MUTATION)
-        if mutation is None or mutation.op != UPDATE:
-            raise InvalidScheduleError(f"{op.name} of {op.layer} is no update, and cannot run on the host")
-        if lacking := [t for t in (*op.reads, *op.writes) if t not in self.handles]:
-            raise InvalidScheduleError(
-                f"{self.captured.graph.tensors[lacking[0]].name} is not in the store for its update"
-            )
+    def _run_on_host(self, group: Sequence[Op]) -> None:
+        """Emit the start of one call that updates the store's copies of what the ops read and write."""
+        nodes = [self.captured.nodes[op.id] for op in group]
+        for op, node in zip(group, nodes, strict=True):
+            mutation = node.meta.get(MUTATION)
+            if mutation is None or mutation.op != UPDATE:
+                raise InvalidScheduleError(f"{op.name} of {op.layer} is no update, and cannot run on the host")
+            if lacking := [t for t in (*op.reads, *op.writes) if t not in self.handles]:
+                raise InvalidScheduleError(
+                    f"{self.captured.graph.tensors[lacking[0]].name} is not in the store for its update"
+                )
         # Its arguments are views of what is in the store, which the host's thread makes.
-        touched, views = tuple(dict.fromkeys((*op.reads, *op.writes))), fx.Graph()
+        written = tuple(dict.fromkeys(tensor for op in group for tensor in op.writes))
+        touched, views = tuple(dict.fromkeys((*(tensor for op in group for tensor in op.reads), *written))), fx.Graph()
         there = Values(self.captured, views)
         for tensor in touched:
             root = self._only_root(tensor)
             there[root] = views.placeholder(root.name)
-        views.output(tuple(fx.node.map_arg(node.args, there.resolve)))
-        call = ops.UpdateOnHost(node.target, views, self.engine, mutation.layer or op.name)
-        given, writes = (tuple(self.handles[tensor] for tensor in of) for of in (touched, op.writes))
-        new = self._call(call, (given, writes), node.name)
-        new.meta.update({OP_ID: op.id, DOES: (Verb.RUN_ON_HOST, op.id), MUTATION: mutation})
+        args = tuple(fx.node.map_arg(node.args, there.resolve) for node in nodes)
+        run = nodes[0].target
+        if len(nodes) > 1:
+            assert self.together is not None
+            run = self.together([node.target for node in nodes])
+        views.output(args if len(nodes) > 1 else args[0])
+        what = listed([node.meta[MUTATION].layer or op.name for op, node in zip(group, nodes, strict=True)])
+        call = ops.UpdateOnHost(run, views, self.engine, what)
+        given, writes = (tuple(self.handles[tensor] for tensor in of) for of in (touched, written))
+        new = self._call(call, (given, writes), nodes[0].name)
+        new.meta.update({
+            OP_ID: group[0].id, DOES: (Verb.RUN_ON_HOST, group[0].id), MUTATION: nodes[0].meta[MUTATION],
+            TOGETHER: len(group) - 1,
+        })  # fmt: skip
         self.updates_on_host = True
 
     def _recompute(self, op: Op) -> None:

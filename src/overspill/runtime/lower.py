@@ -100,6 +100,7 @@ class _Lowering:
         self._node_of = {captured.tensor_of[storages(n)[0]]: n for n in captured.joint.primals if captured.moves(n)}
         """The input that each resident is."""
         self._moments = _moments(self._parts, tiers)
+        self._on_host = _calls_on_host(captured, schedule) if tiers is None else {}
 
     def stretches(self, groups: dict[int, tuple[int, ...]], together: Together | None) -> tuple[Stretch, ...]:
         """Return the stretches in order; `groups` are by the first update of each."""
@@ -107,7 +108,7 @@ class _Lowering:
         # Forward: inputs that do not move, then residents; outputs, what backward needs, then residents.
         first, *later = self._parts
         forward = self._emitter(backward=False)
-        forward.groups, forward.together = groups, together
+        forward.groups, forward.together = groups | self._on_host, together
         plain = [position for position, node in enumerate(captured.given) if not captured.moves(node)]
         for position in plain:
             forward.add_placeholder(captured.given[position])
@@ -129,11 +130,14 @@ class _Lowering:
         residents = self._emit(backward, second)
         made = [self._gradient(backward, second, node) for node in joint.backward_outputs]
         back = self._finished(backward, second, range(count), residents, made, joint.backward_descs)
-        return (fore, back, self._update(captured, *update)) if isinstance(captured, CapturedCutStep) else (fore, back)
+        if not isinstance(captured, CapturedCutStep):
+            return fore, back
+        return fore, back, self._update(captured, update[0], together)
 
-    def _update(self, captured: CapturedCutStep, part: Part) -> Stretch:
+    def _update(self, captured: CapturedCutStep, part: Part, together: Together | None) -> Stretch:
         """Lower the update: it takes gradients of parameters, parameters that do not move, then residents."""
         emitter = self._emitter(backward=False)
+        emitter.groups, emitter.together = self._on_host, together
         for position, place in gradient_places(captured, part.before).items():
             node = captured.read[position]
             tensor = captured.tensor_of[storages(node)[0]]
@@ -224,6 +228,17 @@ class _Lowering:
             return backward.returned[node]
         tensor = self._captured.tensor_of[storages(node)[0]]
         return backward.handles[tensor] if part.after.get(tensor) is Place.STORE else backward.values.own(node)
+
+
+def _calls_on_host(captured: Captured, schedule: Schedule) -> dict[int, tuple[int, ...]]:
+    """Return the updates of each call on the host that has several, by the first."""
+    joined, found = schedule.joined(captured.graph), dict[int, tuple[int, ...]]()
+    first = 0
+    for position in sorted(joined):
+        if position - 1 not in joined:
+            first = schedule.instructions[position - 1].target
+        found[first] = *found.get(first, (first,)), schedule.instructions[position].target
+    return found
 
 
 def _moments(parts: Sequence[Part], tiers: Tiers | None) -> dict[int, list[tuple[Callable[..., None], int]]]:

@@ -79,6 +79,7 @@ class _Clock:
         disk: DiskLane | None = None,
     ) -> None:
         self.disk = disk
+        self.joined = schedule.joined(graph) if disk is None else frozenset[int]()
         self.graph = graph
         self.nbytes = [tensor.nbytes for tensor in graph.tensors]
         self.device = device
@@ -228,7 +229,8 @@ class _Clock:
         start = max(self.now, self.host, self.host_free)
         if self.disk is not None:
             start = max([start, *map(self.disk.back, op.reads + op.writes)])
-        self.host_free = start + self.device.host_update_seconds(self.graph.moved_on_host_bytes(op))
+        nbytes = self.graph.moved_on_host_bytes(op)
+        self.host_free = start + self.device.host_update_seconds(nbytes, joins=index in self.joined)
         self.updated.update(dict.fromkeys(((Stream.OFFLOAD, t) for t in op.reads + op.writes), self.host_free))
         self.updated.update(dict.fromkeys(((Stream.PREFETCH, t) for t in op.writes), self.host_free))
         if not self.device.runs_behind_host:  # it takes cores that compute would have

@@ -14,13 +14,15 @@ from tests.runtime.step.whole_steps import OPTIMIZERS, Cnn, Lm, Mlp, Pair, batch
 from torch import nn
 
 import overspill
-from overspill.core import Stream, Verb
+from overspill.core import Phase, Stream, Verb
 from overspill.core.errors import RequestError, StoreError
 from overspill.report.page.measured import measured_step
+from overspill.runtime.step import updates
 from overspill.runtime.step.updates import OptimizerUpdates
 from overspill.runtime.transfer.host_lane import HostLane, HostUpdate
 from overspill.runtime.transfer.host_store import HostStore
 
+SMALL = "overspill.core.graph.SMALL_UPDATE_BYTES"
 SOON = 20.0
 """Seconds after which something that is waited for does not come."""
 
@@ -48,6 +50,7 @@ class Watched:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    monkeypatch.setattr(SMALL, 0)  # each has a call of its own
     return Watched(monkeypatch)
 
 
@@ -78,6 +81,42 @@ def test_a_model(model: type, gradients: dict[str, Any]) -> None:
     pair.train(3)
     assert sum(plan.schedule.counts[Verb.RUN_ON_HOST] for plan in pair.step.plans) > 4
     pair.assert_same()
+
+
+def test_small_updates_share_calls_and_one_that_fails_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AdamW's fused kernel gets eight parameters at once; with a lower limit, the four biases."""
+    calls: list[int] = []
+    step = updates.plain_step
+
+    def counted(optimizer: torch.optim.Optimizer) -> None:
+        calls.append(sum(len(group["params"]) for group in optimizer.param_groups))
+        step(optimizer)
+
+    monkeypatch.setattr(updates, "plain_step", counted)
+    pair = pair_on_host(optimizer="adamw, fused")
+    pair.train(3)
+    pair.assert_same()
+    assert calls == [8, 8, 8]
+    (plan,) = pair.step.plans
+    assert len(plan.schedule.joined(plan.graph)) == 7
+    moved = sorted(plan.graph.moved_on_host_bytes(op) for op in plan.graph.ops if op.phase is Phase.UPDATE)
+
+    def fails(_: torch.optim.Optimizer) -> None:
+        raise ValueError("no such rate")
+
+    monkeypatch.setattr(updates, "plain_step", fails)
+    pair.step(*pair.inputs)
+    with pytest.raises(ValueError, match="no such rate") as caught:
+        pair.step.close()
+    assert any("and 3 others, which may be updated in part" in note for note in caught.value.__notes__)
+
+    monkeypatch.setattr(updates, "plain_step", counted)
+    monkeypatch.setattr(SMALL, moved[3])
+    calls.clear()
+    pair = pair_on_host(optimizer="adamw, fused")
+    pair.train()
+    pair.assert_same()
+    assert sorted(calls) == [1, 1, 1, 1, 4]
 
 
 def test_updates_run_beside_backward(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

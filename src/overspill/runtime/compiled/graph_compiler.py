@@ -38,6 +38,7 @@ from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.lower import Stretch, lower, shown
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.recording.instrument import run as run_program
+from overspill.runtime.step.updates import update_together
 
 from .calls import LEAVE_OUT, WRITES_OVER, Lowered
 from .concurrent_plans import GraphProblem
@@ -243,7 +244,7 @@ class GraphCompiler:
     def _lowered(self, captured: Captured, plan: Plan) -> tuple[Stretch, ...]:
         """Open the store and lower `plan`; return its stretches: forward, and backward if any, then the update."""
         engine, arena = self._prepared(plan)
-        stretches = lower(captured, plan.schedule, engine, arena, tiers=plan.tiers)
+        stretches = lower(captured, plan.schedule, engine, arena, together=update_together, tiers=plan.tiers)
         if isinstance(captured, CapturedCutStep):
             state = self.session.loop.state
             assert state is not None
@@ -345,7 +346,7 @@ class GraphCompiler:
                 # Forward's blocks lie where its own backward has room beside them: what is new lies outside.
                 places = arena.of_forward(captured.graph, schedule)
             tiers = plan.tiers if schedule.instructions == plan.schedule.instructions else None
-            again, back, *_ = lower(captured, schedule, engine, places, tiers=tiers)
+            again, back, *_ = lower(captured, schedule, engine, places, together=update_together, tiers=tiers)
             outputs = len(captured.joint.forward_outputs)
             if takes_what_is_saved(back.module, again.module, fore.module, outputs, (again.own, fore.own)):
                 if not isinstance(captured, CapturedCutStep):

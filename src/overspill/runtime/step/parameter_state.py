@@ -113,6 +113,10 @@ class ParameterState:
 
         `scale` multiplies its gradient. `state` has the order of `leaves`.
         """
+        self.updates.update(self, parameter, self.multiplied(gradient), scale, *state)
+
+    def multiplied(self, gradient: Tensor) -> Tensor:
+        """Return the gradient multiplied by the factors of the step."""
         now = as_of_step()
         if now is None:
             for factor in self.factors:
@@ -120,7 +124,7 @@ class ParameterState:
         else:  # in the store, where the loop may still have it
             for factor in now.factors.get(self.name, ()):
                 gradient = gradient.mul(factor)
-        self.updates.update(self, parameter, gradient, scale, *state)
+        return gradient
 
 
 class Loan:

@@ -255,10 +255,7 @@ class OptimizerUpdates:
             self._update_whole([Loan(owned, parameter, self._gradient(gradient, scale), state)], owned.name)
             return
         given = dict(zip(owned.leaves, state, strict=True))
-        after, now = {}, as_of_step()
-        rest = _without(owned.content, given) if now is None else now.rest[owned.name]
-        if now is None:
-            counts_on(parameter.device, owned.group, rest)
+        after, now, rest = {}, as_of_step(), _rest(owned, parameter, given)
         new = not owned.content and now is None  # on the host there is memory for state that is made
         for rows in self._slices(parameter, owned.group, new=new):
             if rows is ...:
@@ -286,17 +283,19 @@ class OptimizerUpdates:
 
     def together(self, loans: Sequence[tuple[ParameterState, tuple[Any, ...]]]) -> None:
         """Update several whole parameters in one call; each loan has the arguments of one."""
-        if not all(owned.content for owned, _ in loans):  # to make the state takes room of its own
+        now = as_of_step()
+        if now is None and not all(owned.content for owned, _ in loans):  # to make the state takes room of its own
             for owned, arguments in loans:
                 self.update(owned, *arguments)
             return
         parts = []
         for owned, (parameter, gradient, scale, *state) in loans:
             given = dict(zip(owned.leaves, state, strict=True))
-            counts_on(parameter.device, owned.group, rest := _without(owned.content, given))
-            parts.append(_Part(owned, parameter, gradient, scale, given, rest))
-        for (owned, _), after in zip(loans, self._update_parts(parts), strict=True):
-            _keep(owned, after)
+            parts.append(_Part(owned, parameter, gradient, scale, given, _rest(owned, parameter, given)))
+        for part, after in zip(parts, self._update_parts(parts), strict=True):
+            if now is not None:
+                _in_place(part.rest, after, part.owned.content)
+            _keep(part.owned, after)
 
     def _update_parts(self, parts: Sequence[_Part]) -> list[dict[str, Any]]:
         """Step on all of `parts`; return the state of each after it.
@@ -489,6 +488,14 @@ def _without(content: dict[str, Any], leaves: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in leaves}
 
 
+def _rest(owned: ParameterState, parameter: Tensor, given: dict[str, Tensor]) -> Mapping[str, Any]:
+    """Return the state of `owned` that does not move, beside what is `given`, as its update is to have it."""
+    if (now := as_of_step()) is not None:
+        return now.rest[owned.name]
+    counts_on(parameter.device, owned.group, rest := _without(owned.content, given))
+    return rest
+
+
 def _in_place(before: Mapping[str, Any], after: dict[str, Any], content: Mapping[str, Any]) -> None:
     """Let the state `after` have its new step counts in the tensors of `content`, of which `before` has the memory."""
     for key, value in before.items():
@@ -506,12 +513,22 @@ def _keep(owned: ParameterState, state: dict[str, Any]) -> None:
 
 
 def update_together(runs: Sequence[Callable[..., None]]) -> Callable[..., None]:
-    """Return one call that updates several whole parameters, with the arguments of each."""
-    owners: list[ParameterState] = [run.__self__ for run in runs]  # type: ignore[attr-defined]
+    """Return one call that updates several whole parameters, with the arguments of each.
+
+    What cannot be in one step of an optimizer is updated in its turn.
+    """
+    owners = [of if isinstance(of := getattr(run, "__self__", None), ParameterState) else None for run in runs]
 
     def together(*given: tuple[Any, ...]) -> None:
-        for updates in dict.fromkeys(owned.updates for owned in owners):
-            updates.together([(of, what) for of, what in zip(owners, given, strict=True) if of.updates is updates])
+        lots: dict[OptimizerUpdates, list[tuple[ParameterState, tuple[Any, ...]]]] = {}
+        for run, owned, (parameter, gradient, *rest) in zip(runs, owners, given, strict=True):
+            if owned is None or not owned.updates.groups:
+                run(parameter, gradient, *rest)
+            else:
+                loan = owned, (parameter, owned.multiplied(gradient), *rest)
+                lots.setdefault(owned.updates, []).append(loan)
+        for updates, lot in lots.items():
+            updates.together(lot)
 
     return together
 

@@ -192,7 +192,7 @@ class HostLane:
             self._again = [failure.update, *stopped]
         else:
             self.has_failed = True
-            others = f", and has not updated {_listed([update.what for update in stopped])}" if stopped else ""
+            others = f", and has not updated {listed([update.what for update in stopped])}" if stopped else ""
             error.__dict__[_STOPPED_UPDATE] = failure.update.what
             error.add_note(STOPPED.format(failure.update.what, others))
         failure.update = None
@@ -234,6 +234,7 @@ def _no_copy(_slot: Any, _memory: Tensor) -> None:
     raise AssertionError("the host's lane copies nothing")
 
 
-def _listed(names: Sequence[str], most: int = 5) -> str:
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return `names`, of which `most` are named and the others counted."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} others" if rest > 0 else "")
