@@ -24,6 +24,8 @@ from overspill.pytorch.storages import storage_key
 from overspill.pytorch.symbols import decisions, expression, is_symbolic, new_size, value_of
 from overspill.pytorch.trees import tree_leaves
 
+GROUPED = "torch.nn.functional.grouped_mm; in transformers, model.set_experts_implementation('grouped_mm')"
+"""What experts can use instead, in a fixed graph."""
 RUN_AS = "overspill_run_as"
 """Key in a node's meta: what to call in place of its target when it runs."""
 

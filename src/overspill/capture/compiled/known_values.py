@@ -33,7 +33,7 @@ from overspill.pytorch.fake_tensors import (
 from overspill.pytorch.schemas import argument, written_arguments
 from overspill.pytorch.trees import tree_leaves, tree_map_only
 
-from .chosen_rows import ChosenRows
+from .chosen_rows import GROUPED, ChosenRows
 from .guards import Guards
 from .value_graph import ValueGraph, for_real
 
@@ -287,7 +287,7 @@ class UnknownValue(UnsupportedError):
             f"the step reads values or makes shapes that follow from parameters{place}, as .item(), numpy(), nonzero() "
             "and `if` on a tensor do, so that it is no fixed graph; what follows from inputs and buffers alone may be "
             "read, and draws of the CPU's generator in eager. Use torch.where, for experts grouped products "
-            "(torch.nn.functional.grouped_mm), and the like, or overspill.compile, which plans the graphs between"
+            f"({GROUPED}), and the like, or overspill.compile, which plans the graphs between"
         )
         self.lines = lines
 

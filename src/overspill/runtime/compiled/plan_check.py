@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
+from overspill.capture.compiled.chosen_rows import GROUPED
 from overspill.capture.compiled.compiling import not_exporting
 from overspill.capture.frames import shown_path
 from overspill.core.errors import UnplannedError, is_out_of_memory
@@ -42,8 +43,7 @@ MOST_PLANS = 512
 WARN_INSTEAD = "or pass on_unplanned='warn' to train without the promise"
 CURES = {
     BY_VALUES: (
-        "let no shape or branch in a loop follow from values (experts by masks or grouped products, "
-        "torch.nn.functional.grouped_mm; models of transformers: model.set_experts_implementation('grouped_mm')), "
+        f"let no shape or branch in a loop follow from values (experts by masks or grouped products, {GROUPED}), "
         f"{WARN_INSTEAD}"
     ),
     r"sparse Tensor": f"let it be dense, {WARN_INSTEAD}",

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from overspill.capture.compiled.chosen_rows import GROUPED
 from overspill.core.errors import InfeasibleBudgetError
 from overspill.models.drawing import randomness, set_randomness
 from overspill.pytorch.dispatch import OpOverload, TorchDispatchMode, pop_mode, push_mode, schema_of
@@ -147,8 +148,8 @@ class RoutedRows(TorchDispatchMode):
                         self.bound, self.fallback = before
                         self._renewal.is_asked = True
                         raise error.with_help(
-                            f"; this batch {over}: nothing of its step has been done; smaller "
-                            "batches, or grouped products for experts (torch.nn.functional.grouped_mm), would do too"
+                            f"; this batch {over}: nothing of its step has been done; smaller batches, or grouped "
+                            f"products for experts ({GROUPED}), would do too"
                         ) from None
                     else:
                         raise
