@@ -219,6 +219,7 @@ def test_a_policy_is_judged_in_the_pool_of_its_paper_and_says_what_it_chose(over
     assert rows["window:window=1048576,every_step"]["note"].startswith("moves feature maps alone here")
 
 
+@pytest.mark.long
 def test_on_a_gpu_each_policy_has_its_own_pool_and_ours_is_never_slower(overspill: Overspill) -> None:
     asked = "--batch 64 --gpu titan-x --policies auto,vdnn-dynamic,dymem,superneurons,window,checkpoint-cost"
     done = overspill(f"compare alexnet {asked} --budget 75% --json")

@@ -61,6 +61,7 @@ def test_the_bound_on_the_time_of_a_step_is_proved_only_where_it_is_shown(
     assert len(proved) == 2
 
 
+@pytest.mark.long
 def test_what_a_job_takes_without_a_plan_is_estimated_in_a_copy_of_the_process(
     overspill: Overspill, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def test_the_peak_of_every_kind_of_model_is_that_of_stock_torch_compile(model: s
     assert estimated_peak(build) == measured_peak(build)
 
 
+@pytest.mark.long
 def test_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cpp", "cpp_pybinding", "triton"):
         monkeypatch.setattr(AsyncCompile, name, None)

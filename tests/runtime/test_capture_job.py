@@ -65,7 +65,8 @@ def captured_by(asked: Job, options: Options, monkeypatch: pytest.MonkeyPatch) -
     return calls
 
 
-@pytest.mark.parametrize("way", ["calls", pytest.param("whole step", marks=pytest.mark.long), "fsdp"])
+@pytest.mark.short("calls")
+@pytest.mark.parametrize("way", ["calls", "whole step", "fsdp"])
 def test_what_follows_from_fewer_blocks_is_what_is_captured_with_all(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = job() if way != "fsdp" else replace(job(), parallel=Parallel("fsdp", 2))
     options = Options(device=GPU, whole_step=way != "calls")

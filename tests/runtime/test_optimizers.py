@@ -372,7 +372,7 @@ ADAMW = {"foreach": 20, "fused": 7, "for-loop": 20}
 scalings 4, step 4; one kernel reads four and writes three."""
 
 
-@pytest.mark.short("foreach", "fused")
+@pytest.mark.short("fused")
 @pytest.mark.parametrize("how", ADAMW)
 def test_an_update_moves_the_same_bytes_in_each_capture(how: str) -> None:
     flags = {"fused": True} if how == "fused" else {"foreach": False} if how == "for-loop" else {}

@@ -94,7 +94,7 @@ def under_a_job(name: str, background: bool, capacity: int | None) -> NativeAllo
     return found
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     name=st.sampled_from(["planned", "planned", "planned", "gtbm", "chunked"]),
     seed=st.integers(0, 10**9),

@@ -405,6 +405,7 @@ def test_calls_that_wait_for_their_backward_have_an_arena_each_within_the_budget
     assert max(peaks) <= budget + part.nbytes
 
 
+@pytest.mark.long
 def test_a_backward_that_writes_over_what_it_read_does_not_run_twice() -> None:
     model = Net()
     loss = in_arena(model, torch.optim.SGD(model.parameters(), 0.1))(torch.randn(32, 16)).sum()

@@ -266,6 +266,7 @@ def routed_steps(
         yield error, {name: value.clone() for name, value in model.state_dict().items()}, drawn
 
 
+@pytest.mark.short("smallest-fails0-steps_over0")
 @pytest.mark.parametrize(
     ("budget", "fails", "steps_over"), [("smallest", [], [0, 0, 0, 1, 1, 2]), ("80KiB", [5], [0] * 5 + [1])]
 )

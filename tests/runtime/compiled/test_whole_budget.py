@@ -414,6 +414,7 @@ class Scaled(torch.autograd.Function):
         return gradients[0] * gain, (gradients[0] * x).sum(0)
 
 
+@pytest.mark.long
 def test_several_graphs_and_calls_of_a_step() -> None:
     def loop(run: Run) -> None:
         torch.manual_seed(0)

@@ -24,6 +24,7 @@ from overspill.runtime.preview import preview
 from overspill.runtime.transfer.host_store import HostStore
 
 
+@pytest.mark.short("clipped", "updates on the host")
 @pytest.mark.parametrize(
     ("count", "options"),
     [

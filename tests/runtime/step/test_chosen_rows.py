@@ -156,6 +156,7 @@ class Capacity(Routed):
         return of * 2 if (len(of) if self.counts else of.shape[0]) > 8 else of - 1
 
 
+@pytest.mark.long
 def test_branches_by_the_number_of_rows_are_taken_as_in_plain_pytorch() -> None:
     def run(kind: str, *, counts: bool = False) -> Any:
         torch.manual_seed(0)
