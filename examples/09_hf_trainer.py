@@ -1,6 +1,6 @@
 """Hugging Face Trainer within a budget: one line before the Trainer is made; it evaluates, saves and resumes as ever.
 
-Needs `pip install "overspill[recipes]"`; docs/recipes.md says what to watch out for.
+Needs `pip install -c constraints.txt -e ".[recipes]"`; docs/recipes.md says what to watch out for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lightning within a budget: one line in the LightningModule; the Trainer evaluates, saves and resumes as ever.
 
-Needs `pip install "overspill[recipes]"`; docs/recipes.md says what to watch out for.
+Needs `pip install -c constraints.txt -e ".[recipes]"`; docs/recipes.md says what to watch out for.
 """
 
 from __future__ import annotations

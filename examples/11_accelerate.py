@@ -1,6 +1,6 @@
 """accelerate within a budget, with accumulated gradients: one line before `prepare`; the loop stays as it is.
 
-Needs `pip install "overspill[recipes]"`; docs/recipes.md says what to watch out for.
+Needs `pip install -c constraints.txt -e ".[recipes]"`; docs/recipes.md says what to watch out for.
 """
 
 from __future__ import annotations

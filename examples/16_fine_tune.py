@@ -1,7 +1,7 @@
 """Fine-tuning within a budget: LoRA with dropout, padded batches, bf16, accumulation, clipping, a schedule, evaluation,
 generate() and resuming; by Hugging Face Trainer with `compile`, and by `train_step` in a loop of one's own.
 
-Needs `pip install "overspill[recipes]"`; docs/howto/fine_tune.md says what to watch out for.
+Needs `pip install -c constraints.txt -e ".[recipes]"`; docs/howto/fine_tune.md says what to watch out for.
 """
 
 from __future__ import annotations

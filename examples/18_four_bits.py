@@ -1,6 +1,6 @@
 """QLoRA within a budget: weights of 4 bits as bitsandbytes loads them, on the CPU too, and adapters of peft.
 
-Needs `pip install "overspill[recipes]" bitsandbytes`.
+Needs `pip install -c constraints.txt -e ".[recipes]" bitsandbytes`.
 """
 
 import copy

@@ -179,7 +179,7 @@ def test_a_missing_plotting_library_is_said_before_work_begins(
     monkeypatch.setattr(plotting, "find_spec", lambda _: None)
     done = overspill(f"{COMPARE} --plot picture.png")
     assert done.code == 2
-    assert "needs matplotlib: pip install overspill[plot]" in done.error
+    assert "needs matplotlib: pip install -c " in done.error
     assert "capturing" not in done.error
 
 

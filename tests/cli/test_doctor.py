@@ -24,13 +24,15 @@ def test_here_all_that_everything_needs_works(overspill: Overspill) -> None:
 
 
 def test_what_is_missing_comes_with_what_would_help(overspill: Overspill, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "EXTRAS", {"plot": (("no_such_package",), "plots")})
+    extras = {"plot": (("no_such_package",), "plots"), "papers": (("numpy", "neither"), "policies")}
+    monkeypatch.setattr(doctor, "EXTRAS", extras)
     monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
     done = overspill("doctor --json")
     found = {finding["what"]: finding for finding in done.answer["findings"]}
     assert done.code == 0
     assert found["plot"]["found"] == "no no_such_package"
-    assert found["plot"]["help"] == 'pip install "overspill[plot]"'
+    assert found["plot"]["help"] == 'in a clone: pip install -c constraints.txt -e ".[plot]"'
+    assert found["papers: neither"]["help"].endswith('-e ".[papers]" -e packages/overspill-papers')
     assert found["C++ compiler"]["state"] == "missing"
 
 

@@ -229,7 +229,7 @@ def test_a_missing_library_is_named_before_the_work(overspill: Overspill, monkey
     monkeypatch.setattr(plotting, "find_spec", lambda _: None)
     done = overspill("pack absent.csv --plot map.png")
     assert done.code == 2
-    assert "needs matplotlib: pip install overspill[plot]" in done.error
+    assert "needs matplotlib: pip install -c " in done.error
 
 
 def test_blocks_that_never_live_are_told(overspill: Overspill) -> None:

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from overspill.core.text import pip_install
+
 pytestmark = pytest.mark.long
 
 ALONE = """
@@ -59,7 +61,7 @@ def test_what_it_has_is_one_line_that_says_what_to_install(
     command: str, answers: dict[str, tuple[int, str, str]]
 ) -> None:
     code, out, err = answers[command]
-    said = f"error: {REFUSED[command]} needs the overspill-papers package: pip install overspill[papers]"
+    said = f"error: {REFUSED[command]} needs the overspill-papers package: {pip_install('papers')}"
     assert (code, out, err.splitlines()[-1]) == (2, "", said)
 
 

@@ -23,6 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from overspill.core.errors import RequestError
+from overspill.core.text import pip_install
 
 if TYPE_CHECKING:
     from .figures import StepFigures, figures_of
@@ -65,4 +66,4 @@ def __getattr__(name: str) -> Any:
         library = _LIBRARIES.get(module)
         if library is None or (error.name or "").partition(".")[0] != library:
             raise
-        raise RequestError(f"{name} needs {library}: pip install overspill[recipes]") from None
+        raise RequestError(f"{name} needs {library}: {pip_install('recipes')}") from None

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import overspill
+from overspill.core.text import pip_install
 from overspill.core.units import format_bytes
 
 from .common import AsJson, Outcome, narrate, quiet_torch
@@ -106,7 +107,7 @@ def _package() -> Iterable[Finding]:
     if failed:
         yield Finding(
             "overspill", "broken", f"cannot load {', '.join(failed)}", "it was not built for this Python",
-            "install it again: pip install --force-reinstall --no-deps overspill",
+            "install it again: make install in a clone, or pip install --force-reinstall of its wheel",
         )  # fmt: skip
     else:
         yield Finding("overspill", "works", where, build_facts())
@@ -229,7 +230,8 @@ def _extras() -> Iterable[Finding]:
         if absent:
             there = [f"{name} {_release(name)}" for name in packages if name not in absent]
             found = "; ".join(filter(None, (f"no {', '.join(absent)}", ", ".join(there))))
-            yield Finding(extra, "missing", found, serves, f'pip install "overspill[{extra}]"')
+            what = f"{extra}: {', '.join(absent)}" if there and absent != [extra] else extra
+            yield Finding(what, "missing", found, serves, f"in a clone: {pip_install(extra)}")
         else:
             yield Finding(extra, "works", ", ".join(f"{name} {_release(name)}" for name in packages), serves)
 

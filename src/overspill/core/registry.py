@@ -11,6 +11,7 @@ from pkgutil import iter_modules
 from typing import Generic, TypeVar
 
 from .errors import RequestError
+from .text import pip_install
 
 T = TypeVar("T")
 
@@ -91,9 +92,7 @@ class Registry(Mapping[str, T], Generic[T]):
     def check_installed(self, name: str) -> None:
         """Raise RequestError if `name` needs overspill-papers and that is not installed."""
         if name in self.papers and name not in self:
-            raise RequestError(
-                f"the {self.kind} {name!r} needs the overspill-papers package: pip install overspill[papers]"
-            )
+            raise RequestError(f"the {self.kind} {name!r} needs the overspill-papers package: {pip_install('papers')}")
 
     def named(self, name: str) -> T:
         """Return the thing registered as `name`. Raises RequestError listing the known names."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import RequestError
+from overspill.core.text import pip_install
 
 from .built_model import IGNORED, BuiltModel, checked_size
 
@@ -51,7 +52,7 @@ def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     try:
         from transformers import BertConfig, BertForMaskedLM  # noqa: PLC0415  # an optional extra
     except ImportError as error:
-        raise RequestError(f"{name} needs the transformers package: pip install overspill[bert]") from error
+        raise RequestError(f"{name} needs the transformers package: {pip_install('bert')}") from error
     options: dict[str, Any] = {"attn_implementation": "sdpa"} | (_SMALL if small else {})
     config = BertConfig(**options)
     module = BertForMaskedLM(config)

@@ -87,7 +87,7 @@ _ENTRIES = (
     tokens("LSTM", "lstm:build", "lstm", "language model of 2 LSTM layers of 650 units, 19.8 M parameters", size=35),
     tokens("GPT-2", "gpt2:build", "gpt2", "decoder of 12 layers, 124.4 M parameters", size=512),
     tokens(
-        "BERT", "bert:build", "bert-base", "encoder of 12 layers, 109.5 M parameters; needs overspill[bert]", size=128
+        "BERT", "bert:build", "bert-base", "encoder of 12 layers, 109.5 M parameters; needs transformers", size=128
     ),
 )  # fmt: skip
 _PAPERS = (

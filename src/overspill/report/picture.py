@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from overspill.core.errors import RequestError
+from overspill.core.text import pip_install
 from overspill.core.units import format_bytes
 
 from .page import Lines, Mark, Points, Section, Step, StepRun
@@ -34,7 +35,7 @@ def check_plot(path: Path) -> None:
     if path.suffix.lower() != ".png":
         raise RequestError(f"cannot plot to {path}: the file must end in .png; --report FILE.html writes a page")
     if find_spec("matplotlib") is None:
-        raise RequestError("a plot in a .png file needs matplotlib: pip install overspill[plot]")
+        raise RequestError(f"a plot in a .png file needs matplotlib: {pip_install('plot')}")
 
 
 def draw(section: Section, path: Path, title: str) -> None:

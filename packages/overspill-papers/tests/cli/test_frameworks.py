@@ -8,6 +8,7 @@ import pytest
 from tests.cli.commands import Overspill
 
 from overspill.core.errors import RequestError
+from overspill.core.text import pip_install
 from overspill.job.source import Source, shapes_of
 from overspill_papers.papers.symbols import resnet50
 
@@ -75,8 +76,8 @@ def test_without_the_package_the_extra_is_named(overspill: Overspill, monkeypatc
     for name in ("tensorflow", "onnx"):
         monkeypatch.setitem(sys.modules, name, None)
     Path("model.onnx").touch()
-    assert "pip install overspill[onnx]" in overspill("estimate --onnx model.onnx --batch 4").error
-    assert "pip install overspill[tensorflow]" in overspill("estimate --tensorflow a:b --batch 4").error
+    assert pip_install("onnx") in overspill("estimate --onnx model.onnx --batch 4").error
+    assert pip_install("tensorflow") in overspill("estimate --tensorflow a:b --batch 4").error
 
 
 def test_a_keras_model_is_estimated_as_tensorflow_trains_it(overspill: Overspill) -> None:

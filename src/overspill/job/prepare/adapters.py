@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import RequestError
+from overspill.core.text import pip_install
 
 from .linear import heads, linear_layers
 from .quantized import Linear4bit, Quantized
@@ -31,9 +32,7 @@ def add_adapters(model: nn.Module, rank: int, targets: str | None, dropout: floa
     try:
         import peft  # noqa: PLC0415 - an optional package
     except ImportError as error:
-        raise RequestError(
-            "lora= runs peft, which is not here: pip install overspill[bert]", fields=["lora"]
-        ) from error
+        raise RequestError(f"lora= runs peft, which is not here: {pip_install('bert')}", fields=["lora"]) from error
     # A layer is meant by its whole name, or by the last parts of it.
     names = _all_linear(model) if targets == ALL_LINEAR else None if targets is None else targets.split(",")
     if targets is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.core.errors import RequestError, UnsupportedError
+from overspill.core.text import pip_install
 from overspill_papers.capture.mxnet.shapes import Shape
 from overspill_papers.capture.mxnet.symbol import Node, Symbol
 
@@ -33,7 +34,7 @@ def read(path: Path, batch: int, shapes: Mapping[str, Shape], *, trains: bool) -
         for part in ("inliner", "reference"):
             importlib.import_module(f"onnx.{part}")
     except ImportError as error:
-        raise RequestError("--onnx needs the onnx package: pip install overspill[onnx]") from error
+        raise RequestError(f"--onnx needs the onnx package: {pip_install('onnx')}") from error
     if not path.is_file():
         raise RequestError(f"cannot read {path}: there is no such file; name one that is there")
     try:

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.core.text import pip_install
 
 from .graph import SHAPES, GraphOp, Made, Output, StepGraph
 from .lists import MAKES_LISTS, ListOps, TensorList, evaluated
@@ -62,7 +63,7 @@ def installed() -> Any:
     try:
         return importlib.import_module("tensorflow")
     except ImportError as error:
-        raise RequestError("--tensorflow needs the tensorflow package: pip install overspill[tensorflow]") from error
+        raise RequestError(f"--tensorflow needs the tensorflow package: {pip_install('tensorflow')}") from error
 
 
 def graph_of(concrete: Any) -> StepGraph:
