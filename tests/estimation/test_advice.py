@@ -18,7 +18,7 @@ from overspill.estimation.api import estimate
 from overspill.estimation.estimate import Estimate
 from overspill.job import Parallel
 from overspill.plans.fit import GAIN, NEAR
-from overspill.report.advice import advise_page, sized
+from overspill.report.advice import advise_page, ranked, sized
 from overspill.runtime.advise import advise
 
 MIB = 1 << 20
@@ -208,7 +208,7 @@ def test_the_whole_step_is_planned_too_where_calls_alone_cost_time() -> None:
     assert whole.fits
     assert whole.slowdown * GAIN < calls.slowdown  # type: ignore[operator]
     for ours in (calls, whole):
-        named = sized(ours, made.budget_bytes)
+        named = sized(ours)
         assert f'budget="{ours.budget_bytes >> 20}MiB"' in named.python  # type: ignore[operator]
         assert ours.minimum_capacity_bytes <= ours.budget_bytes  # type: ignore[operator]
         assert ours.budget_bytes == made.budget_bytes <= (1 - OTHERS) * made.device.memory_bytes
@@ -241,7 +241,7 @@ def test_updates_on_the_host_are_tried_where_the_step_costs_time() -> None:
     *_, whole, on_host = (one for one in advise(made) if "overspill." in one.what)
     assert "update=" not in whole.what
     assert on_host.slowdown * GAIN < whole.slowdown  # type: ignore[operator]
-    named = sized(on_host, made.budget_bytes).python
+    named = sized(on_host).python
     assert f'update="auto", budget="{on_host.budget_bytes >> 20}MiB"' in named  # type: ignore[operator]
 
 
@@ -253,6 +253,22 @@ def test_changes_carry_the_arguments_of_trainer() -> None:
     assert one.trainer.startswith(f"per_device_train_batch_size={one.what.split()[1]}, gradient_acc")
     assert told(all_of_it, "8bit").trainer == 'optim="adamw_bnb_8bit"'
     assert not told(all_of_it, "another GPU").trainer
+
+
+def test_a_reader_sees_what_fits_first_and_what_is_not_enough_alone_below() -> None:
+    made, all_of_it = found(6000)
+    shown, too_little = ranked(all_of_it)
+    assert {one.what for one in all_of_it if one.fits is False} & {one.what for one in shown} == set()
+    assert told(all_of_it, "autocast").what in too_little
+    order = [(not one.fits, one.price, one.step_seconds or float("inf")) for one in shown]
+    assert order == sorted(order)
+    assert shown[0].fits
+    assert [one.fits for one in shown][-1] is None  # as Overspill's own plan, which is not made here
+    row = next(line for line in made.explain().splitlines() if line.startswith("overspill.compile"))
+    assert " perhaps " in row
+    assert row.count("GiB") + row.count("MiB") >= 2  # its budget
+    none = [one for one in all_of_it if one.fits is False]
+    assert [one.what for one in ranked(none)[0]] == [one.what for one in none]
 
 
 def test_what_to_do_next_says_where_each_line_goes() -> None:

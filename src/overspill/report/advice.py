@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ def advise_page(made: Estimate, verdict: str, found: Sequence[Advice], left_out:
 
     `left_out` maps each change that was tried without success to the reason.
     """
-    found = [sized(advice, made.budget_bytes) for advice in found]
+    found, too_little = ranked(found)
     as_it_is = ("as it is", made.minimum_capacity_bytes, made.total_bytes, made.fits(), made.step_seconds(), None)
     explained = (
         "Needs: the smallest memory that the job survives on. Takes: what it has of a large one, with what PyTorch's "
@@ -61,6 +62,7 @@ def advise_page(made: Estimate, verdict: str, found: Sequence[Advice], left_out:
     for why in dict.fromkeys(left_out.values()):
         names = "; ".join(what for what in left_out if left_out[what] == why)
         notes.append(f"Tried and left out ({why}): {names}.")
+    notes += [too_little] if too_little else []
     if not found:
         notes.append("Nothing that was tried makes it need less.")
     title = f"{made.titled} on {made.device.name}: what it needs, and what takes less"
@@ -113,8 +115,22 @@ def _fits(card: JobOnGpu) -> str:
     return "yes" if card.fits else "perhaps planned" if card.fits_planned else "no"
 
 
+def ranked(found: Sequence[Advice]) -> tuple[list[Advice], str]:
+    """Return the changes with which the job fits, the cheapest first, then those that may do, and a note on the rest.
+
+    Where none is enough, it returns all. Each is `sized`.
+    """
+    rest = [advice for advice in found if advice.fits is False]
+    if len(rest) == len(found):
+        return [sized(advice) for advice in found], ""
+    helpful = [sized(advice) for advice in found if advice.fits is not False]
+    helpful.sort(key=lambda advice: (not advice.fits, advice.price, advice.step_seconds or math.inf))
+    sizes = (f"{advice.what} ({format_bytes(advice.minimum_capacity_bytes or 0)})" for advice in rest)
+    return helpful, f"Takes less, but not enough alone: {'; '.join(sizes)}." if rest else ""
+
+
 def changes_table(found: Sequence[Advice], *first: tuple[Cell, ...]) -> Table:
-    """Return the table of the changes that help, which are `sized`, below the rows `first`."""
+    """Return the table of the changes that help, which are `ranked`, below the rows `first`."""
     columns = (
         Column("change"), Column("needs", Unit.BYTES), Column("takes", Unit.BYTES), Column("fits"),
         Column("step", Unit.SECONDS), Column("cost"),
@@ -125,15 +141,17 @@ def changes_table(found: Sequence[Advice], *first: tuple[Cell, ...]) -> Table:
 def _row(advice: Advice) -> tuple[Cell, ...]:
     host = "" if advice.host_bytes is None else f"; {format_bytes(advice.host_bytes)} of the host's memory"
     trainer = f"; in Trainer: {advice.trainer}" if advice.trainer else ""
-    return (
-        advice.what, advice.minimum_capacity_bytes, advice.total_bytes, advice.fits, advice.step_seconds,
-        f"{advice.cost}{host}{trainer}",
-    )  # fmt: skip
+    # A plan that is not made yet takes its budget.
+    needed, taken = (nbytes or advice.budget_bytes for nbytes in (advice.minimum_capacity_bytes, advice.total_bytes))
+    fits = "perhaps" if advice.fits is None else advice.fits
+    return advice.what, needed, taken, fits, advice.step_seconds, f"{advice.cost}{host}{trainer}"
 
 
-def sized(advice: Advice, whole_bytes: int) -> Advice:
-    """Return advice to call Overspill with the budget in place of an ellipsis: its own, or `whole_bytes`."""
-    rounded = whole_bytes >> 20 if advice.budget_bytes is None else -(-advice.budget_bytes >> 20)
+def sized(advice: Advice) -> Advice:
+    """Return advice to call Overspill with its budget in place of an ellipsis."""
+    if advice.budget_bytes is None:
+        return advice
+    rounded = -(-advice.budget_bytes >> 20)
 
     def filled(text: str) -> str:
         return text.replace("budget=…", f'budget="{rounded}MiB"').replace("Budget(…)", f'Budget("{rounded}MiB")')

@@ -21,7 +21,7 @@ from overspill.estimation.state_in_store import DiskShare, StateInStore
 from overspill.estimation.unspecified import Unspecified
 from overspill.plans.plan import Plan
 
-from .advice import advice_answer, changes_table, sized
+from .advice import advice_answer, changes_table, ranked
 from .page import Column, Figure, Mark, Ops, Page, PasteLine, Step, StepRun, Table, Tensors, Unit, Verdict, Words
 from .page.columns import columns_of, frames_of, shape_of
 
@@ -46,12 +46,12 @@ def estimate_page(
     step within a budget, or why no plan exists. `stored` is what each place takes with its state in a store. `then` is
     what to do next.
     """
-    changes = made.changes if asked else ()
+    changes, too_little = ranked(made.changes if asked else ())
     return Page(
         title or f"{made.titled}{f' on {made.device.name}' if asked else ''}",
         estimate_verdict(made, tuple(_further(made, within, asked=asked)), asked=asked),
         (
-            *([changes_table([sized(c, made.budget_bytes) for c in changes])] if changes else []),
+            *([changes_table(changes)] if changes else []),
             *([] if stored is None else [_places(stored)]),
             lambda: (_step(made),),
             parts_table(made),
@@ -59,6 +59,7 @@ def estimate_page(
             _largest(made),
         ),
         (
+            *([too_little] if too_little else []),
             "Everything is estimated by running the job on a GPU that is not there; nothing was measured.",
             *([] if made.parallel is None else [_shares(made.parallel.kind)]),
             *([] if made.unspecified is None else [open_settings(made.unspecified)]),

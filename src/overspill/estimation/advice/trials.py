@@ -289,7 +289,13 @@ class _Trials:
         cost = f"time, by `overspill plan`; the same numbers: {cost}"
         unsimulated = "`overspill plan` simulates it"
         yield Advice(
-            COMPILED, cost, Price.TIME, unsimulated=unsimulated, trainer=CALLBACK, python=f"model = {COMPILED}"
+            COMPILED,
+            cost,
+            Price.TIME,
+            unsimulated=unsimulated,
+            budget_bytes=self.estimate.budget_bytes,
+            trainer=CALLBACK,
+            python=f"model = {COMPILED}",
         )
 
     def _together(self, price: Price) -> Iterator[Advice]:
