@@ -437,7 +437,9 @@ class Job:
         are `of_last` micro-batch, if there are several.
         """
         if isinstance(self.model, Script):
-            parts = [f"{self.name}, a recorded step that is not run so: tensors are swapped, nothing is computed again"]
+            parts = [
+                f"{self.name}, a recorded step that is not run so: tensors are swapped, nothing is computed again,"
+            ]
         else:
             by = self.optimizer if isinstance(self.optimizer, str) else getattr(self.optimizer, "__name__", "optimizer")
             parts = [self.name, *([] if self.batch is None else [f"batch {self.batch}"])]
