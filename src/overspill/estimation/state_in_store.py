@@ -17,10 +17,12 @@ STATE = (TensorKind.PARAMETER, TensorKind.GRADIENT, TensorKind.OPTIMIZER_STATE)
 
 @dataclass(frozen=True)
 class DiskShare:
-    """State on the disk, when there is most of it."""
+    """State on the disk."""
 
+    staying_bytes: int
+    """What the disk holds if all activations stay on the device."""
     disk_bytes: int
-    """Each step reads as much or more."""
+    """The least that it holds: activations may leave or be recomputed, for state to stay on the device instead."""
     written_bytes: int
     """The least that each step writes there: frozen weights are only read."""
     seconds: float
@@ -43,6 +45,8 @@ class StateInStore:
     """State that the rest of the device holds."""
     host_bytes: int
     """State in host memory."""
+    is_bounded: bool
+    """Whether the size of the device is known, so that the least on the disk is a lower bound of any plan."""
     loop: DiskShare
     """The rest, in a loop that has all gradients at once."""
     whole_step: DiskShare
@@ -52,7 +56,8 @@ class StateInStore:
 def state_in_store(made: Figures, device: Device, *, fills: bool) -> StateInStore:
     """Return the bytes by place of an estimate, with the host memory and the disk of the store that `device` has.
 
-    Without a disk all is in host memory. With `fills`, state that finds space on the device stays there. The update is
+    Without a disk all is in host memory. With `fills`, state that finds space on the device stays there; the most that
+    any plan keeps there is all but the context, and the rest is what the disk holds and moves at least. The update is
     counted as one parameter after another.
     """
     demand = made.demand
@@ -82,10 +87,16 @@ def state_in_store(made: Figures, device: Device, *, fills: bool) -> StateInStor
     kept = max(0, min(state, device.memory_bytes - needed)) if fills else 0
     host = min(state - kept, device.host_bytes or state)
 
+    in_use = {i for op in ops for i in (*op.reads, *op.writes)}
+    idle = sum(int(demand.nbytes[i]) for i in np.flatnonzero(kinds[TensorKind.PARAMETER]) if i not in in_use)
+    most_kept = max(kept, device.memory_bytes - (made.context + made.communication).low) if fills else 0
+
     def share(of: int) -> DiskShare:
-        below = max(0, of - kept - host)
+        staying, below = (max(0, of - on_device - (device.host_bytes or state)) for on_device in (kept, most_kept))
+        # All state that changes between two steps is written behind that, and all in use is read again.
         written = max(0, below - frozen)
-        return DiskShare(below, written, device.disk_seconds(below, written) if below else 0.0)
+        seconds = device.disk_seconds(max(0, below - idle), written) if below else 0.0
+        return DiskShare(staying, below, written, seconds)
 
     gradients = int(_live(demand, kinds[TensorKind.GRADIENT]).max(initial=0))
     return StateInStore(
@@ -95,6 +106,7 @@ def state_in_store(made: Figures, device: Device, *, fills: bool) -> StateInStor
         least_device_bytes=made.outside_bytes + max([largest, *alone]),
         kept_bytes=kept,
         host_bytes=host,
+        is_bounded=fills,
         loop=share(state),
         whole_step=share(state - gradients),
     )

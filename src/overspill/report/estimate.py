@@ -177,10 +177,10 @@ def _places(stored: StateInStore) -> Table:
         ("  at least", stored.least_device_bytes, "for the largest op or update alone"),
         ("host memory", stored.host_bytes, f"of {format_bytes(stored.state_bytes)} of state"),
     ]
-    if loop.disk_bytes:
-        rows.append(("disk", loop.disk_bytes, _busy(loop)))
-        fewer = f"which need not hold {format_bytes(stored.gradient_bytes)} of gradients"
-        rows.append(("  with train_step", whole.disk_bytes, f"{_busy(whole)}; {fewer}"))
+    if loop.staying_bytes:
+        rows.append(("disk", loop.disk_bytes, _on_disk(loop, stored)))
+        fewer = f"; need not hold {format_bytes(stored.gradient_bytes)} of gradients"
+        rows.append(("  with train_step", whole.disk_bytes, f"{_on_disk(whole, stored)}{fewer}"))
     return Table(
         "With weights, gradients and optimizer state in the store",
         (Column("where"), Column("bytes", Unit.BYTES), Column("what")),
@@ -189,9 +189,13 @@ def _places(stored: StateInStore) -> Table:
     )
 
 
-def _busy(share: DiskShare) -> str:
-    """Return what a step writes to the disk, and the least that the disk is busy for."""
-    return f"{format_bytes(share.written_bytes)} written in each step, at least {format_seconds(share.seconds)}"
+def _on_disk(share: DiskShare, stored: StateInStore) -> str:
+    """Return what a step writes to the disk and how long it is busy, and whether these are lower bounds."""
+    written = f"{format_bytes(share.written_bytes)} written in each step, in {format_seconds(share.seconds)}"
+    if not stored.is_bounded:
+        return f"about; {written}"
+    staying = f"{format_bytes(share.staying_bytes)} if activations stay on the device"
+    return f"at least; {written}; {staying}" if share.disk_bytes else f"or more; {staying}"
 
 
 def _stages(peaks: Mapping[int, int], count: int) -> Figure:
