@@ -57,7 +57,7 @@ def plan(
             own loss.
         optimizer: Its name, or a function of the parameters; its state counts.
         budget: A size (`"8GiB"`), a share of what the step takes unmanaged (`0.5`), `"smallest"`, or None for all
-            of the device.
+            of the device, less 2 % of a GPU that is not here.
         device: By name, by file, or as a Device; `cpu` is this machine.
         policy: A name that `overspill policies` lists, with parameters as `"window:window=1GiB"`, or a policy.
         batch: Samples in a step; by default the first dimension of `inputs`.

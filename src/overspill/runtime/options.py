@@ -33,7 +33,8 @@ class Options:
     """Options as the user gave them, unchanged by any machine."""
 
     budget: str | float | Budget | None = None
-    """A size, a share of the step's memory without Overspill, `smallest`, or None for all of the device's memory."""
+    """A size, a share of the step's memory without Overspill, `smallest`, or None for all of the device's memory,
+    less what others take of a GPU that is not here."""
     policy: str | Policy = "auto"
     """The policy that plans, by name or itself."""
     store: str | None = None
