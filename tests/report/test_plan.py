@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from rich.console import Console, RenderableType
 from tests.simulate.graphs import DEVICE, Build, with_lines
 
 from overspill.core import HOST, Graph, Phase, Stall, TensorKind, Timeline
+from overspill.core.units import parse_bytes
 from overspill.plans.plan import Plan, make_plan
 from overspill.report.plan import peak_of, plan_page, plan_verdict, step_notes, waiting
 from overspill.report.terminal import in_terminal
@@ -118,3 +121,22 @@ def test_waiting_is_told_by_what_it_is_for() -> None:
     assert waiting(gathers) == "9.0 ms (for transfers 3.0 ms, for the host 2.0 ms, for collectives 4.0 ms)"
     assert waiting(Timeline((), stalls[1:], (), 1.0)) == "3.0 ms for transfers"
     assert waiting(Timeline((), (), (), 1.0)) == "0 µs"
+
+
+def test_the_host_memory_that_is_said_to_do_without_a_disk_can_be_typed_and_does() -> None:
+    build = Build()
+    made = [build.tensor(65536, name=f"saved{n}") for n in range(6)]
+    for one, then in pairwise([None, *made]):
+        build.op((one,) if one is not None else (), (then,))
+    for one in reversed(made):
+        build.op((one,), (), Phase.BACKWARD)
+    graph = build.graph()
+    disk = replace(DEVICE, host_bytes=131072, disk_read_bytes_per_second=1e5, disk_write_bytes_per_second=1e5)
+    text = shown(in_terminal(plan_page(make_plan(graph, disk, "auto", 163840))), 160)
+    found = re.search(r"--host-budget (\S+) for no disk at all", text)
+    assert found
+    assert re.search(r"\n +wear of the disk .*\n", text)
+    ample = replace(disk, host_bytes=parse_bytes(found[1]))
+    text = shown(in_terminal(plan_page(make_plan(graph, ample, "auto", 163840))), 160)
+    assert "host memory" in text
+    assert not re.search(r"\n +(disk|of the disk|wear) |\+disk", text)

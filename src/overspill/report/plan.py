@@ -10,7 +10,7 @@ from typing import Any
 from overspill.capture.compiled.whole_step import NORM
 from overspill.core import OF_OPS, Graph, Instruction, Tensor, TensorKind, Timeline, Verb
 from overspill.core.errors import InfeasibleBudgetError
-from overspill.core.units import format_apart, format_bytes, format_seconds, size_between
+from overspill.core.units import format_apart, format_bytes, format_seconds, size_between, size_enough
 from overspill.placement.allocators.planned import CALLED, LIVE
 from overspill.placement.place import Placed, place_plan
 from overspill.plans.plan import Plan
@@ -80,7 +80,7 @@ def in_python(plan: Plan, *, inductor: bool) -> tuple[PasteLine, ...]:
     policy, update = without_update(plan.schedule.policy)
     others = "" if policy == Auto.name else f', policy="{policy}"'
     others += f', update="{update}"' * bool(update) + ', backend="inductor"' * inductor
-    if plan.tiers is not None:
+    if plan.tiers is not None and plan.tiers.disk_bytes:
         store = "host+disk" if plan.device.kind == "cpu" else "pinned+disk"
         host = size_between(plan.tiers.host_peak_bytes, plan.tiers.host_budget_bytes)
         others += f', store="{store}", host_budget="{host}"'
@@ -155,10 +155,11 @@ def store_figures(plan: Plan, moved: str) -> list[Figure]:
     figures = [
         Figure("host memory", format_bytes(tiers.host_peak_bytes),
             f"of {format_bytes(tiers.host_budget_bytes)}; {moved}"),
-        Figure("disk", format_bytes(tiers.disk_bytes),
-            f"{_part(plan, 'each step')} writes {format_bytes(written)} and reads {format_bytes(read)}, in "
-            f"{format_seconds(busy)}"),
     ]  # fmt: skip
+    if tiers.disk_bytes:
+        figures.append(Figure("disk", format_bytes(tiers.disk_bytes),
+            f"{_part(plan, 'each step')} writes {format_bytes(written)} and reads {format_bytes(read)}, in "
+            f"{format_seconds(busy)}"))  # fmt: skip
     if written:
         least = "" if plan.rounds == 1 else "at least "
         figures.append(Figure("wear of the disk", f"{least}{format_bytes(1000 * written)}", "written in 1000 steps"))
@@ -166,7 +167,7 @@ def store_figures(plan: Plan, moved: str) -> list[Figure]:
         figures.append(
             Figure(
                 "limited by", "the disk",
-                f"a faster one, a second one, or --host-budget {format_bytes(store_bytes(plan))} for no disk at all",
+                f"a faster one, a second one, or --host-budget {size_enough(store_bytes(plan))} for no disk at all",
             )
         )  # fmt: skip
     return figures
@@ -197,6 +198,7 @@ def _rows(plan: Plan, placer: str | None, placed: Placed | None) -> Iterator[tup
         yield "  of host memory or disk", format_bytes(taken), ""
     if plan.tiers is not None:
         yield "  of host memory", format_bytes(plan.tiers.host_peak_bytes), ""
+    if plan.tiers is not None and plan.tiers.disk_bytes:
         yield "  of the disk", format_bytes(plan.tiers.disk_bytes), ""
         written = f"{format_bytes(plan.disk_written_bytes)} and {format_bytes(plan.disk_read_bytes)}"
         yield "    written and read", written, ""
