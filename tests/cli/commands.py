@@ -50,6 +50,19 @@ def forward_raises():
     return Raising(8, 8)
 
 
+class Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(9, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def wrong_size():
+    return Narrow(), lambda batch: torch.randn(batch, 8)
+
+
 def breaks():
     return Broken(8, 8)
 

@@ -230,6 +230,16 @@ def test_what_the_users_model_raises_is_said_to_be_the_models(
     assert said in done.error
 
 
+@pytest.mark.parametrize("command", ["estimate", "plan", "plan --whole-step"])
+def test_a_layer_of_a_wrong_size_is_named_with_the_line_that_called_it(overspill: Overspill, command: str) -> None:
+    done = overspill(f"{command} nets:wrong_size --batch 2")
+    assert done.code == 2
+    assert re.search(
+        r"the model's own code \(nets.py, line \d+\) raised RuntimeError: .*, in layer head \(", done.error
+    )
+    assert "OVERSPILL_DEBUG=1" in done.error
+
+
 def test_an_error_that_only_a_real_step_meets_is_the_models_too(overspill: Overspill) -> None:
     done = overspill("train nets:reads_too_far --batch 2")
     assert done.code == 2

@@ -11,7 +11,18 @@ from typing import Any
 
 from overspill.core.errors import InfeasibleBudgetError, OverspillError, RequestError, is_out_of_memory, with_remedy
 from overspill.core.units import size_enough
-from overspill.core.user_code import OURS, first_line, is_a_librarys, last_place, no_single_graph, place_in, root
+from overspill.core.user_code import (
+    OURS,
+    THE_MODELS,
+    first_line,
+    is_a_librarys,
+    model_raised,
+    named,
+    no_single_graph,
+    place_in,
+    raised_by_model,
+    root,
+)
 
 WRONG_REQUEST = 2
 OUTSIDE_FAILURE = 3
@@ -51,9 +62,9 @@ def explain(error: Exception) -> Failure:
         return Failure(_compiler_said(error), WRONG_REQUEST)
     if _is_ours(error):
         return Failure(
-            f"Overspill itself failed, which is a defect of it ({_named(error)}); {DEBUG_HINT}", OUTSIDE_FAILURE
+            f"Overspill itself failed, which is a defect of it ({named(error)}); {DEBUG_HINT}", OUTSIDE_FAILURE
         )
-    return Failure(_model_raised(_named(error), _traceback_place(error)), WRONG_REQUEST)
+    return Failure(f"{model_raised(error)}; {DEBUG_HINT}", WRONG_REQUEST)
 
 
 def in_options(message: str, options: Iterable[str]) -> str:
@@ -76,7 +87,7 @@ def in_options(message: str, options: Iterable[str]) -> str:
 def _on_purpose(error: OverspillError) -> Failure:
     message = _without_frames(" ".join(str(error).split()))
     if not isinstance(error, InfeasibleBudgetError):
-        return Failure(message, error.exit_code)
+        return Failure(f"{message}; {DEBUG_HINT}" if message.startswith(THE_MODELS) else message, error.exit_code)
     floor = {
         "floor_bytes": error.floor_bytes,
         "budget_bytes": error.budget_bytes,
@@ -120,21 +131,12 @@ def _compiler_said(error: Exception) -> str:
     place = place_in(str(error))
     first = root(error)
     if not _is_from_dynamo(first):
-        return _model_raised(_named(first), place)
+        return f"{raised_by_model(named(first), place)}; {DEBUG_HINT}"
     if raised := re.match(r"raised exception (\w+)\((.*)\)", str(first), re.DOTALL):  # Dynamo gives the repr alone
         name, argument = raised.groups()
         said = argument.strip(QUOTES).split(NEWLINE_IN_REPR)[0]
-        return said if name == RequestError.__name__ else _model_raised(f"{name}: {said}", place)
+        return said if name == RequestError.__name__ else f"{raised_by_model(f'{name}: {said}', place)}; {DEBUG_HINT}"
     return no_single_graph(error)
-
-
-def _model_raised(what: str, place: str) -> str:
-    return f"the model's own code{place} raised {what}; {DEBUG_HINT}"
-
-
-def _traceback_place(error: Exception) -> str:
-    """Return the user's last line that `error` passed."""
-    return last_place([(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)])
 
 
 def _is_ours(error: Exception) -> bool:
@@ -147,7 +149,3 @@ def _is_ours(error: Exception) -> bool:
         if not is_a_librarys(frame.filename):
             return False  # the user's file, or a graph that was generated from the model
     return True
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error).rstrip('.')}"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import walk_tb
+from typing import Any
 
 from .frames import in_package
 
 _PAPERS = find_spec("overspill_papers")
 OURS = tuple(Path(file).parent for file in (str(Path(__file__).parent), _PAPERS and _PAPERS.origin) if file)
 """The folders of Overspill's own packages."""
+THE_MODELS = "the model's own code"
+"""How messages about errors of a user's model begin."""
 _STANDARD = sysconfig.get_path("stdlib")
 
 
@@ -58,6 +62,34 @@ def last_place(places: Iterable[tuple[str, str | int]], *, packages: bool = Fals
 def first_line(error: BaseException) -> str:
     """Return the first line of the message of `error` that has any text."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def model_raised(error: BaseException) -> str:
+    """Return that a user's model raised `error`, with their last line and the layer that it passed."""
+    frames = [*walk_tb(error.__traceback__)]
+    place = last_place([(frame.f_code.co_filename, line) for frame, line in frames])
+    called = [frame.f_locals["self"] for frame, _ in frames if frame.f_code.co_name == "_call_impl"]
+    return raised_by_model(named(error), place, _layer_among(called))
+
+
+def raised_by_model(what: str, place: str, layer: str = "") -> str:
+    """Return that a user's model raised `what`: at a place as of `last_place`, and in a layer, if they are known."""
+    return f"{THE_MODELS}{place} raised {what}{layer and f', in {layer}'}"
+
+
+def _layer_among(called: Sequence[Any]) -> str:
+    """Return the last of these modules, each called by the one before, by its name in the first that is the user's."""
+    theirs = [module for module in called if not type(module).__module__.startswith(f"{__package__.split('.')[0]}.")]
+    if len(theirs) < 2:
+        return ""
+    names = {id(module): name for name, module in theirs[0].named_modules()}
+    name = names.get(id(theirs[-1]))
+    return f"layer {name} ({type(theirs[-1]).__name__})" if name else ""
+
+
+def named(error: BaseException) -> str:
+    """Return the name of `error` with the first line of what it says."""
+    return f"{type(error).__name__}: {first_line(error).rstrip('.')}"
 
 
 def is_a_librarys(path: str) -> bool:

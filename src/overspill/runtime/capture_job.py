@@ -23,7 +23,9 @@ from overspill.capture.sharding import Group, Sharding, sharded
 from overspill.capture.virtual_gpu.torch_patches import fake_weights
 from overspill.core import Device, Graph
 from overspill.core.device import ABSENT
+from overspill.core.errors import OverspillError, RequestError, is_out_of_memory
 from overspill.core.forked import copied
+from overspill.core.user_code import is_graph_break, model_raised
 from overspill.costs import with_algorithms
 from overspill.job import Job, Parallel
 from overspill.job.prepare import (
@@ -200,9 +202,25 @@ def _eager_captures(
     """
     fakes = _fakes(_of_one_rank(job) if options.whole_step else job, device, whole_step=options.whole_step)
     find = partial(_captures_of_fakes, job, options, fakes, moves=moves)
-    if shallow is not None and (stack := fakes.deep_stack) is not None:
-        shallow(stack, find)
-    yield from find()
+    try:
+        if shallow is not None and (stack := fakes.deep_stack) is not None:
+            shallow(stack, find)
+        yield from find()
+    except Exception as error:
+        if not (isinstance(error, OverspillError) or is_graph_break(error) or is_out_of_memory(error)):
+            _run_plainly(fakes)
+        raise
+
+
+def _run_plainly(fakes: Fakes) -> None:
+    """Run forward without a capture, whose errors do not tell the layer. Raises RequestError if the model fails."""
+    with fakes.entered():
+        try:
+            fakes.model(*next(batches.split(fakes.batch, fakes.job.accumulate)))
+        except OverspillError:
+            raise
+        except Exception as error:
+            raise RequestError(model_raised(error)) from error
 
 
 def _captures_of_fakes(job: Job, options: Options, fakes: Fakes, *, moves: bool) -> Iterator[Captured]:

@@ -8,6 +8,7 @@ from traceback import walk_tb
 from overspill.capture.recording.recorder import Recorder
 from overspill.capture.recording.recording import Recording
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError, is_out_of_memory
+from overspill.core.user_code import model_raised
 from overspill.pytorch.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -39,7 +40,7 @@ def record(
         except Exception as error:  # whatever the user's code raises is theirs to read in one line
             if is_out_of_memory(error):
                 raise
-            raise _failed(error) from error
+            raise RequestError(model_raised(error)) from error
         return gpu.recorder.recording()
 
 
@@ -51,11 +52,6 @@ def unsupported(error: BaseException) -> UnsupportedError:
     return UnsupportedError(
         f"{_line_of(error)} runs `{op}`, whose result depends on values that an estimate does not compute"
     )
-
-
-def _failed(error: Exception) -> RequestError:
-    """Return the error for a program that raised `error`."""
-    return RequestError(_told(error))
 
 
 def _told(error: Exception) -> str:
