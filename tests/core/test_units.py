@@ -124,6 +124,13 @@ def test_a_size_between_two_is_as_short_as_it_can_be(least: int, most: int, text
     assert least <= parse_bytes(text) <= most
 
 
+@given(st.integers(1 << 20, 1 << 40), st.integers(0, 1 << 36))
+def test_a_size_as_written_is_written_again_whatever_is_enough(least: int, more: int) -> None:
+    text = size_between(least, least + more)
+    if text.endswith("MiB"):
+        assert size_between(1, parse_bytes(text)) == text
+
+
 @pytest.mark.parametrize(
     ("nbytes", "text"), [(551 << 20, "551MiB"), ((551 << 20) + 1, "552MiB"), (11_960_000, "11.5MiB"), (999, "999B")]
 )

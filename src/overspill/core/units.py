@@ -81,11 +81,16 @@ def format_bytes(nbytes: float) -> str:
 
 
 def size_between(least: int, most: int) -> str:
-    """Return the shortest size in MiB, with up to three decimals, from `least` to `most` bytes; `most` if none is."""
-    for digits in range(4):
-        text = f"{Decimal(most * 10**digits >> 20).scaleb(-digits)}MiB"
-        if most >= 2**20 and parse_bytes(text) >= least:
-            return text
+    """Return `most` bytes as a size in MiB with up to three decimals, else the shortest such size from `least` on.
+
+    It is in bytes if there is none.
+    """
+    if most >= 2**20:
+        texts = [f"{Decimal(-(-(most + 1) * 10**digits >> 20) - 1).scaleb(-digits)}MiB" for digits in range(4)]
+        sizes = [parse_bytes(text) for text in texts]
+        for enough in (most, least):
+            if found := next((text for text, size in zip(texts, sizes, strict=True) if size >= enough), None):
+                return found
     return f"{most}B"
 
 
