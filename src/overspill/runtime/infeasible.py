@@ -13,6 +13,8 @@ from overspill.capture.compiled.graph import REST, UPDATE
 from overspill.core.errors import InfeasibleBudgetError, OverspillError
 from overspill.core.units import size_enough
 
+AT_ONCE = "for their backward at once"
+"""In the cause of an error, ends what several calls or graphs need together."""
 # `core` does without torch, so the error gets this base where torch is there. It is a RuntimeError itself.
 InfeasibleBudgetError.__bases__ = (OverspillError, torch.OutOfMemoryError)
 
@@ -49,6 +51,8 @@ def infeasible_for(
         would_do = f'budget="{size_enough(error.floor_bytes)}" would do'
         if whole_step:
             would_do += " for steps on such inputs"
+        elif AT_ONCE in error.cause:  # of which it has said that
+            would_do = ""
         elif what == "training":
             would_do += ' if no other calls or graphs need room beside it (budget="smallest" finds enough for all)'
         raise error.with_help(f"{instead} (the {what} graph, on inputs of {shapes})", would_do) from None

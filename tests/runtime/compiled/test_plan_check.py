@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import overspill
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import TensorKind
+from overspill.core.units import size_enough
 from overspill.errors import InfeasibleBudgetError, RequestError, UnplannedError, UnsupportedError
 from overspill.runtime.compiled import backend, plan_check
 from overspill.runtime.compiled.session import Session
@@ -306,6 +307,24 @@ def test_a_step_that_chooses_more_rows_than_ever_begins_again_by_plans_for_them_
         peaks.append(live + peak_of(during)[0] + batch.nbytes)
         live += sum(during)
     assert all(map(operator.le, peaks[2:6], budgets[2:6])), (peaks, budgets)  # others make trials of optimizers
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:this step has a part")
+def test_what_is_refused_after_the_first_step_names_a_budget_that_trains() -> None:
+    torch.manual_seed(0)
+    batches = [routed_batch(20, 20, 20) for _ in range(4)]
+
+    def error_within(budget: str) -> InfeasibleBudgetError | None:
+        model = RoutedByInput()
+        compiled = overspill.compile(model, budget=budget, store="host")
+        return next((error for error, *_ in routed_steps(model, compiled, batches) if error is not None), None)
+
+    error = error_within("60%")
+    assert error is not None
+    assert "2 graphs of the model wait" in str(error), error
+    assert str(error).count("would do") == 1
+    assert error_within(size_enough(error.floor_bytes)) is None, error
 
 
 class MixtralBlocks(nn.Module):

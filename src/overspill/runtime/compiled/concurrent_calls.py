@@ -30,7 +30,7 @@ class ConcurrentCalls:
         self._keeps: Counter[GraphKey] = Counter()  # bytes kept for backward by the last plan of each kind of call
         self._late: set[GraphKey] = set()  # kinds of calls whose inputs arrive while others are pending
         self._rooms: dict[GraphKey, Room] = {}
-        self._settled: tuple[bool, dict[GraphKey, Counter[GraphKey]]] = False, {}
+        self._settled: tuple[Any, ...] = False, (0, 0), {}
 
     def __contains__(self, kind: GraphKey) -> bool:
         """Return whether the Room of this kind is settled."""
@@ -84,18 +84,18 @@ class ConcurrentCalls:
             more += problem.gradient_bytes
         return planned.least_peak_bytes + more
 
-    def settle(self, live_bytes: Callable[[Settlement], int], *, accumulates: bool) -> bool:
+    def settle(self, live_bytes: Callable[[Settlement], int], aside: tuple[int, int], *, accumulates: bool) -> bool:
         """Settle how many bytes concurrent calls leave to one another; return whether any changed.
 
-        `live_bytes` returns the bytes that they have together. Raises InfeasibleBudgetError if they do not fit
-        together.
+        `live_bytes` returns the bytes that they have together, and `aside` has those that ops outside of planned graphs
+        keep, and take. Raises InfeasibleBudgetError if they do not fit together.
         """
         known = {kind: others for kind, others in self.pending.beside.items() if others}
-        if (accumulates, known) == self._settled:
+        if (accumulates, aside, known) == self._settled:
             return False
-        self._settled = accumulates, dict(known)
+        self._settled = accumulates, aside, dict(known)
         for problem in [*self.problems.values()]:
-            self._learn_of(problem, accumulates=accumulates)
+            self._learn_of(problem.with_aside(*aside), accumulates=accumulates)
         self._make_room(live_bytes)
         return True
 

@@ -24,6 +24,7 @@ from overspill.plans.account import Account
 from overspill.plans.fit import Fit, search
 from overspill.plans.plan import Plan, smallest_budget, unmanaged_peak
 from overspill.policies.in_core import Liveness
+from overspill.runtime.infeasible import AT_ONCE
 from overspill.runtime.options import Options
 
 from .pending_calls import GraphFrame, GraphKey
@@ -80,6 +81,17 @@ class GraphProblem(Generic[C]):
     """Makes a Plan of the captured step within a budget in bytes."""
     late: bool = False
     """Whether its inputs arrive while other calls are pending; otherwise the plans of these count them."""
+    aside_bytes: int = 0
+    """Bytes in its surroundings that ops outside of planned graphs keep for backward."""
+
+    def with_aside(self, kept_bytes: int, taken_bytes: int) -> GraphProblem[C]:
+        """Return the problem beside ops outside of planned graphs that keep so much for backward and take so much."""
+        here, more = self.surroundings, kept_bytes - self.aside_bytes
+        around = replace(
+            here, reserved_bytes=max(here.reserved_bytes, taken_bytes),
+            outside_graph=tuple((k, n + more * (k is TensorKind.ACTIVATION)) for k, n in here.outside_graph),
+        )  # fmt: skip
+        return replace(self, surroundings=around, aside_bytes=kept_bytes)
 
     @property
     def trains(self) -> bool:
@@ -242,15 +254,19 @@ class Settlement:
         raise self._too_small(budget, least_budget)
 
     def _too_small(self, budget: int, least_budget: int) -> InfeasibleBudgetError:
-        calls = max(sum(others.values()) for others in self.beside.values()) + 1
+        count = max(sum(others.values()) for others in self.beside.values()) + 1
         floor_bytes = max(least_budget, budget + 1)
+        graphs = {(kind.part[0], self.problems[kind].frame.id) for kind in self.kinds}
+        is_one_call = len(graphs) == count and len({model for model, _ in graphs}) == 1
+        what = f"{count} graphs of the model" if is_one_call else f"{count} calls"
+        stacked = "" if is_one_call else "one call with the inputs stacked, or "
         return InfeasibleBudgetError(
-            f"infeasible: {calls} calls wait for their backward at once, and what they keep does not fit beside one "
-            f'another in {format_bytes(budget)}; budget="{size_enough(floor_bytes)}" would do, or one call with the '
-            "inputs stacked, or overspill.train_step",
+            f"infeasible: {what} wait for their backward at once, and what they keep does not fit beside one "
+            f'another in {format_bytes(budget)}; budget="{size_enough(floor_bytes)}" would do, or {stacked}'
+            "overspill.train_step",
             budget_bytes=budget,
             floor_bytes=floor_bytes,
-            cause=f"what {calls} calls keep for their backward at once",
+            cause=f"what {what} keep {AT_ONCE}",
         )
 
     def smallest(self) -> tuple[int, dict[GraphKey, int]]:

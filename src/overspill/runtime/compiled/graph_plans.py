@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +34,9 @@ class GraphPlans:
     exist.
     """
 
-    def __init__(self, options: Options, renewal: Renewal, loop: LoopPlans) -> None:
+    def __init__(
+        self, options: Options, renewal: Renewal, loop: LoopPlans, aside: Callable[[], tuple[int, int]]
+    ) -> None:
         self.planned: list[Planned] = []
         self.accumulates = False
         self.budget = SessionBudget(options, renewal)
@@ -42,6 +44,7 @@ class GraphPlans:
         self._renewal = renewal
         self._options = options
         self._loop = loop
+        self._aside = aside
 
     @property
     def plans(self) -> list[Plan]:
@@ -64,7 +67,7 @@ class GraphPlans:
 
         Raises InfeasibleBudgetError if they do not fit together.
         """
-        return self.calls.settle(self._live_bytes, accumulates=self.accumulates)
+        return self.calls.settle(self._live_bytes, self._aside(), accumulates=self.accumulates)
 
     def _live_bytes(self, settlement: Settlement) -> int:
         return self.budget.settle(settlement, self.plans)

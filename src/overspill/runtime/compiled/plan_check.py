@@ -156,14 +156,18 @@ class PlanCheck:
         """Note that there are no plans any more."""
         self._aside = None
 
-    def set_aside(self) -> tuple[int, int]:
-        """Return the bytes that a plan, which is made now, sets aside for ops outside of planned graphs.
+    def needs_aside(self) -> tuple[int, int]:
+        """Return the bytes for ops outside of planned graphs.
 
         They are the most that such ops keep for backward in a call, and the most that is taken at once besides.
         """
         needs = [rows.needs(rows.bound) for rows in self._routed if rows.bound is not None]
         kept, taken = (max(each, default=0) for each in zip(*needs, strict=True)) if needs else (0, 0)
-        now = max(self._kept_bytes, kept), max(self._taken_bytes, taken)
+        return max(self._kept_bytes, kept), max(self._taken_bytes, taken)
+
+    def set_aside(self) -> tuple[int, int]:
+        """Return the same, of a plan that is made now and sets them aside."""
+        now = self.needs_aside()
         self._aside = now if self._aside is None else self._aside  # the bounds only grow
         return now
 

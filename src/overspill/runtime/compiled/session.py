@@ -103,7 +103,7 @@ class Session(PlannedPeaks):
         # Their plans, and what these are made by.
         self.renewal = Renewal()
         self.watch_calls = PlanCheck(options.on_unplanned, self.renewal)
-        self._plans = GraphPlans(options, self.renewal, self.loop)
+        self._plans = GraphPlans(options, self.renewal, self.loop, self.watch_calls.needs_aside)
         self.losses = OnlyLosses(self.renewal, reserved=options.reserve is not None)
         # What carries the plans out.
         self._engines: dict[str, tuple[TransferEngine, int]] = {}
@@ -431,7 +431,9 @@ class Session(PlannedPeaks):
             trained=self.followed.trained, between_bytes=taken,
         )  # fmt: skip
         # Plan it beside the others.
-        problem = GraphProblem(kind, frame, joint, inputs, surroundings, self.options, account, capture, make)
+        problem = GraphProblem(
+            kind, frame, joint, inputs, surroundings, self.options, account, capture, make, aside_bytes=kept
+        )
         captured, planned = self._plans.make(problem, [examples[i] for i in given])
         planned.given, planned.ends_in_loss = tuple(given), ends_in_loss
         planned.made_into_loss = self.losses.made_into(joint, frame)
