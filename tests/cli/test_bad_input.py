@@ -220,6 +220,7 @@ def test_a_store_that_may_not_grow_ends_in_one_line_in_a_process_of_its_own(stor
             )
         ),
         ("breaks", "the model does not compile to one graph, as a plan needs (Unsupported (nets.py, line 13): "),
+        ("by_values", "a branch, or a number of rows, follows from values); overspill.compile"),
     ],
 )
 def test_what_the_users_model_raises_is_said_to_be_the_models(

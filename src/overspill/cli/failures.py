@@ -15,6 +15,7 @@ from overspill.core.user_code import (
     OURS,
     THE_MODELS,
     first_line,
+    follows_values,
     is_a_librarys,
     model_raised,
     named,
@@ -58,7 +59,7 @@ def explain(error: Exception) -> Failure:
     if is_out_of_memory(error):
         advice = "a smaller --budget or --batch, or --store disk, takes less"
         return Failure(f"memory ran out ({first_line(error) or type(error).__name__}); {advice}", OUTSIDE_FAILURE)
-    if _is_from_dynamo(error):
+    if _is_from_dynamo(error) or follows_values(error):
         return Failure(_compiler_said(error), WRONG_REQUEST)
     if _is_ours(error):
         return Failure(
@@ -130,7 +131,7 @@ def _compiler_said(error: Exception) -> str:
     """
     place = place_in(str(error))
     first = root(error)
-    if not _is_from_dynamo(first):
+    if not _is_from_dynamo(first) and not follows_values(error):
         return f"{raised_by_model(named(first), place)}; {DEBUG_HINT}"
     if raised := re.match(r"raised exception (\w+)\((.*)\)", str(first), re.DOTALL):  # Dynamo gives the repr alone
         name, argument = raised.groups()

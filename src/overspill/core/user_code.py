@@ -26,8 +26,11 @@ def no_single_graph(error: BaseException) -> str:
     first = first_line(error)
     what = f"{first}: {explanation.group(1)}" if explanation else first
     place = place_in(str(error)) or place_in(str(error), packages=True)
+    name = type(error).__name__
+    if follows_values(error):
+        name, what = "by values", "a branch, or a number of rows, follows from values"
     return (
-        f"the model does not compile to one graph, as a plan needs ({type(error).__name__}{place}: "
+        f"the model does not compile to one graph, as a plan needs ({name}{place}: "
         f"{what.rstrip('.')}); overspill.compile(model, budget=...) in your own loop takes graph breaks"
     )
 
@@ -36,6 +39,11 @@ def is_graph_break(error: BaseException) -> bool:
     """Return whether Dynamo, which raised `error`, cannot trace the model; otherwise what it traced has raised."""
     first = root(error)
     return type(first).__module__.startswith("torch._dynamo") and not str(first).startswith("raised exception ")
+
+
+def follows_values(error: BaseException) -> bool:
+    """Return whether a branch of the model, or a number of rows, follows from values, on which `error` stopped."""
+    return type(root(error)).__name__ == "GuardOnDataDependentSymNode"
 
 
 def root(error: BaseException) -> BaseException:

@@ -17,7 +17,7 @@ from overspill.core import TensorKind
 from overspill.core.errors import OverspillError, UnsupportedError
 from overspill.core.garbage import deep_calls
 from overspill.core.progress import progress
-from overspill.core.user_code import is_graph_break, no_single_graph, place_in
+from overspill.core.user_code import follows_values, is_graph_break, no_single_graph, place_in
 from overspill.pytorch.aot import aot_autograd
 from overspill.pytorch.dynamo import Unsupported, dynamo_config, reset_dynamo
 from overspill.pytorch.storages import is_view
@@ -75,8 +75,8 @@ def dynamo_graph(step: Callable[..., Any], batch: Sequence[Any]) -> DynamoGraph 
     try:
         with dynamo_config.patch(allow_rnn=True), suppress(_Traced):
             torch.compile(step, backend=keep, dynamic=False, fullgraph=True)(*batch)
-    except Unsupported as error:
-        if is_graph_break(error):
+    except Exception as error:
+        if follows_values(error) or (isinstance(error, Unsupported) and is_graph_break(error)):
             raise UnsupportedError(no_single_graph(error)) from error
         raise
     finally:

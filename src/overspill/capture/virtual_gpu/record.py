@@ -50,7 +50,8 @@ def unsupported(error: BaseException) -> UnsupportedError:
     if isinstance(error, UnsupportedOperatorException):
         return UnsupportedError(f"{_line_of(error)} runs `{op}`, for which torch tells no shapes without computing it")
     return UnsupportedError(
-        f"{_line_of(error)} runs `{op}`, whose result depends on values that an estimate does not compute"
+        f"{_line_of(error)} runs `{op}`, whose result depends on values that an estimate does not compute; "
+        "a script with its own data (--script) is estimated with the most that it can choose"
     )
 
 

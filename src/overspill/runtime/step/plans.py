@@ -425,9 +425,12 @@ class StepPlans:
 
     def ran(self, compiled: Compiled) -> None:
         """Note that a step has run by a plan; drop that if its rows now have closer bounds."""
-        if compiled.rows is not None and self.rows.ran(compiled.rows, moves=compiled.plan.is_managed):
+        is_relative = self.options.limit.is_relative
+        if compiled.rows is not None and self.rows.ran(compiled.rows, moves=compiled.plan.is_managed or is_relative):
             for known in self._compiled.values():
                 known[:] = [of for of in known if of is not compiled]
+            if not any(self._compiled.values()):
+                self._fixed_budget = None  # it was a share of a step in which every expert has all rows
 
     def _planned(
         self,
