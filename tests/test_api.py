@@ -36,6 +36,8 @@ def test_the_public_names_are_these() -> None:
     assert all(issubclass(getattr(errors, name), OverspillError) for name in errors.__all__)
     with pytest.raises(AttributeError, match="no attribute 'estimat'"):
         _ = overspill.estimat
+    with pytest.raises(AttributeError, match="it is overspill"):
+        _ = overspill.OverspillError
 
 
 def test_results_errors_and_arguments_are_as_users_of_python_expect() -> None:

@@ -83,4 +83,5 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_LAZY[name]), name)
     if name == "callbacks":  # which imports nothing of a trainer before it is used
         return import_module("overspill.callbacks")
-    raise AttributeError(f"module 'overspill' has no attribute {name!r}")
+    instead = f"; it is overspill.errors.{name}" if name in errors.__all__ else ""
+    raise AttributeError(f"module 'overspill' has no attribute {name!r}{instead}")

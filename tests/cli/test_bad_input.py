@@ -40,6 +40,8 @@ TIGHT = f"{TRAIN} --budget 80%"
         ("plan alexnut --batch 2", "unknown model 'alexnut'; did you mean 'alexnet"),
         ("train nets:absent --batch 2", "nets has no attribute absent"),
         ("train no_such_package:net --batch 2", "cannot import no_such_package"),
+        ("plan nets.py:deep --batch 2", "'nets.py:deep' names a file; write nets:deep"),
+        ("plan gpt2 --batch 2 --gpu rtx3060 --update auto", "--update: how fast the host of rtx3060 updates weights"),
         ("train alexnet --batch 2 --policy aut", "unknown policy 'aut'; did you mean 'auto'"),
         ("train alexnet --batch 2 --budget 12XB", "'12XB' is not a size; write 12GiB"),
         ("plan alexnet --batch 2 --budget 12XB", "'12XB' is not a size; write 12GiB"),

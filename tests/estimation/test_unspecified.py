@@ -11,6 +11,7 @@ from overspill.estimation.advice import Price, advice
 from overspill.estimation.api import Setting, of_job
 from overspill.job import Job, NamedModel
 from overspill.job.prepare.model import prepare
+from overspill.report.estimate import open_settings
 
 pytest.importorskip("transformers")
 TOKENS, WORDS = 4 * 32, 1 << 16
@@ -25,6 +26,7 @@ def test_what_is_not_said_widens_the_interval_and_is_named() -> None:
     assert made.unspecified is not None
     assert made.unspecified.options == ("--keep-outputs", "--shift-logits")
     assert made.unspecified.more >= 4 * TOKENS * WORDS  # the logits of a step
+    assert " more: give --keep-outputs" in open_settings(made.unspecified)
     assert "--keep-outputs, --shift-logits" in " ".join(made.explain().split())
     said = of_job(Job(MODEL, 4, "sgd", keep_outputs=False, shift_logits=False), Setting.of("t4"))
     assert said.unspecified is None
@@ -47,6 +49,7 @@ def test_checkpoints_of_layers_of_8_bits_are_reentrant_or_not() -> None:
     assert without.unspecified is None
     assert without.total_bytes == made.total_bytes
     assert made.unspecified.less == made.total_bytes - reentrant.total_bytes > 0
+    assert "may make it 0 B" not in open_settings(made.unspecified)
     assert made.total.low == without.total.low - made.unspecified.less
     assert of_job(replace(said, quantize="4bit-double"), Setting.of("t4")).unspecified is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,6 +73,13 @@ def test_the_report_sets_the_measured_peak_against_budget_and_unmanaged_peak() -
     assert "each step moved 64.0 KiB to the disk store and recomputed nothing" in text
     assert "toy [bold], batch 4" in text
     assert "plan saved to [x].json" in text
+
+
+def test_simulated_times_say_whether_this_cpu_was_calibrated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OVERSPILL_CACHE", str(tmp_path))
+    assert "`overspill calibrate` measures this one" in training_page(trained()).notes[-1]
+    (tmp_path / "cpu.json").touch()
+    assert "calibrate" not in training_page(trained()).notes[-1]
 
 
 def test_the_usual_step_is_not_the_one_that_compiles() -> None:

@@ -30,6 +30,11 @@ class Unspecified:
     less: int
     """The bytes that the job may take less with them."""
 
+    @property
+    def moves(self) -> bool:
+        """Whether they move the figure."""
+        return bool(self.more or self.less)
+
 
 def unspecified(retrace: Retrace, taken: int, taken_by: Callable[[Recording], int]) -> Unspecified | None:
     """Return the settings that the user did not give for the job of `retrace`, or None if all are given.

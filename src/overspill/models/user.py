@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ def _guarded(context: str, function: Callable[..., Any], *args: object) -> Any:
 def _resolve(spec: str) -> Callable[[], Any]:
     """Return the callable that `package.module:callable` names, found from the current directory as by `python -m`."""
     module_name, _, attributes = spec.partition(":")
+    file = Path(module_name)
+    if file.suffix == ".py" and file.is_file() and not file.is_absolute():
+        raise RequestError(f"{spec!r} names a file; write {'.'.join(file.with_suffix('').parts)}:{attributes}")
     if not all(part.isidentifier() for text in (module_name, attributes) for part in text.split(".")):
         raise RequestError(f"{spec!r} does not name a model; write package.module:callable")
     # Import the module.

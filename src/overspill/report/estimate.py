@@ -62,7 +62,7 @@ def estimate_page(
             *([too_little] if too_little else []),
             "Everything is estimated by running the job on a GPU that is not there; nothing was measured.",
             *([] if made.parallel is None else [_shares(made.parallel.kind)]),
-            *([] if made.unspecified is None else [open_settings(made.unspecified)]),
+            *([open_settings(made.unspecified)] if made.unspecified and made.unspecified.moves else []),
         ),
         (then or PasteLine("overspill.advise(...)", "What would make it fit, for the arguments of this estimate:"),)
         if then or (asked and not made.fits())
@@ -207,11 +207,12 @@ def _stages(peaks: Mapping[int, int], count: int) -> Figure:
 
 
 def open_settings(unspecified: Unspecified) -> str:
-    """Return the settings that were not given, how far they move the figure, and that giving them helps."""
-    more, less = format_bytes(unspecified.more), format_bytes(unspecified.less)
+    """Return the settings that were not given, and how far they move the figure."""
+    moved = ((unspecified.more, "more"), (unspecified.less, "less"))
+    far = " or ".join(f"{format_bytes(nbytes)} {word}" for nbytes, word in moved if nbytes)
     return (
-        f"Settings that were not given may make it {more} more or {less} less: give "
-        f"{', '.join(unspecified.options)}, or the contrary (--no-…), as your loop has it."
+        f"Settings that were not given may make it {far}: give {', '.join(unspecified.options)}, or the contrary "
+        "(--no-…), as your loop has it."
     )
 
 

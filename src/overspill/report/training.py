@@ -8,6 +8,7 @@ from statistics import median
 
 from overspill.core import TensorKind
 from overspill.core.units import format_bytes, format_seconds
+from overspill.devices.loader import calibrated_path
 from overspill.job import Job
 from overspill.placement.place import Placed, place_plan
 from overspill.plans.plan import Plan
@@ -86,6 +87,8 @@ def training_page(trained: Trained, title: str | None = None) -> Page:
     """Return the page of a run: the views, the measurements, then the tables of the simulated plan."""
     record = trained.managed.record
     measured = ", but for those that say measured" if record is not None and record.steps else ""
+    if trained.plan.device.kind == "cpu" and not trained.options.profile and not calibrated_path().is_file():
+        measured += ", for a CPU that is not calibrated (`overspill calibrate` measures this one)"
     tensors = f"all {len(trained.managed.state)} tensors of weights and buffers"
     equal = f"identical: losses and {tensors} are equal to {_plain(trained)} to the last bit"
     of_plan = cache(lambda: _views(trained))

@@ -37,6 +37,7 @@ from overspill.plans.plan import Plan
 from overspill.plans.sweep import Sweep, sweep
 from overspill.policies import Policy, policy_named
 from overspill.policies.auto import Auto
+from overspill.policies.auto.host_updates import DEVICE, check_rate
 
 from .capture_job import captures_of, with_programs
 from .compiled.partitions import Partitioned
@@ -307,9 +308,7 @@ def _asked(
     It is called while a copy of this process makes the estimate. Raises RequestError.
     """
     options = _checked(job, options)
-    asked = device_named(options.device, CPU)
-    if options.store is not None:
-        store_for(options.store, asked.kind)
+    asked = _device_of(options)
     device = as_absent(asked, software)
     if device.index != ABSENT:
         if isinstance(job.model, Script):
@@ -344,6 +343,16 @@ def _asked(
         return options, account_of(options, device, CPU, software), recorded
     device = replace(device, context_bytes=estimate.outside_bytes)
     return options, account_of(options, device, CPU, software, estimate.total_bytes), recorded
+
+
+def _device_of(options: Options) -> Device:
+    """Return the device, which has the store and can update where `options` say. Raises RequestError."""
+    asked = device_named(options.device, CPU)
+    if options.store is not None:
+        store_for(options.store, asked.kind)
+    if getattr(policy_named(options.policy), "update", DEVICE) != DEVICE:
+        check_rate(asked)
+    return asked
 
 
 def _checked(job: Job, options: Options) -> Options:

@@ -53,6 +53,15 @@ class _Candidate:
         )
 
 
+def check_rate(device: Device) -> None:
+    """Raise RequestError if it is unknown how fast the host of `device` updates weights."""
+    if not device.host_update_bytes_per_second:
+        raise RequestError(
+            f"update=: how fast the host of {device.name} updates weights is unknown; give its device file a "
+            "host_update_bytes_per_second, which `overspill calibrate` measures"
+        )
+
+
 class Ways:
     """Plans by `make` of a step within a budget."""
 
@@ -88,11 +97,7 @@ class Ways:
         return replace(self._best[1], budget_bytes=self._budget_bytes)
 
     def _check_host(self) -> None:
-        if not self._device.host_update_bytes_per_second:
-            raise RequestError(
-                f"update=: how fast the host of {self._device.name} updates weights is unknown; give its device file a "
-                "host_update_bytes_per_second, which `overspill calibrate` measures"
-            )
+        check_rate(self._device)
         if not self._all:
             raise RequestError(
                 f"update=: the host can run no update of {self._graph.name}; leave it out, or take an optimizer whose "
