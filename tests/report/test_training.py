@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.report.test_plan import plan, shown
+from tests.report.test_plan import plan, shown, step
+from tests.simulate.graphs import DEVICE
 
 from overspill.core.units import format_seconds
 from overspill.job import Job, NamedModel
+from overspill.plans.plan import make_plan
 from overspill.report.page import Lines, Step
 from overspill.report.terminal import in_terminal
 from overspill.report.training import Trained, training_page
@@ -80,6 +82,17 @@ def test_simulated_times_say_whether_this_cpu_was_calibrated(monkeypatch: pytest
     assert "`overspill calibrate` measures this one" in training_page(trained()).notes[-1]
     (tmp_path / "cpu.json").touch()
     assert "calibrate" not in training_page(trained()).notes[-1]
+
+
+def test_of_a_disk_that_is_not_used_nothing_is_said() -> None:
+    device = replace(DEVICE, host_bytes=1 << 20, disk_read_bytes_per_second=1e5, disk_write_bytes_per_second=1e5)
+    said = []
+    for host_bytes in (1 << 20, 1):
+        made = make_plan(step(), replace(device, host_bytes=host_bytes), "vdnn-all", 1 << 20)
+        page = training_page(replace(trained(), plan=made))
+        said.append({figure.label: figure.note for figure in page.verdict.figures})
+    assert [one["host memory"] for one in said] == ["of 1.0 MiB", "of 1 B, 64.0 KiB on the disk"]
+    assert ["written to the disk each step" in one for one in said] == [False, True]
 
 
 def test_the_usual_step_is_not_the_one_that_compiles() -> None:

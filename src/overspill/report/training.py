@@ -162,10 +162,13 @@ def _disk(trained: Trained) -> list[Figure]:
     plan = trained.plan
     if plan.tiers is None:
         return []
-    text = f"of {format_bytes(plan.tiers.host_budget_bytes)}, {format_bytes(plan.tiers.disk_bytes)} on the disk"
+    host = format_bytes(plan.tiers.host_peak_bytes)
+    of = f"of {format_bytes(plan.tiers.host_budget_bytes)}"
+    if not plan.tiers.disk_bytes:
+        return [Figure("host memory", host, of)]
     written = f"and {format_bytes(plan.disk_read_bytes)} read"
     return [
-        Figure("host memory", format_bytes(plan.tiers.host_peak_bytes), text),
+        Figure("host memory", host, f"{of}, {format_bytes(plan.tiers.disk_bytes)} on the disk"),
         Figure("written to the disk each step", format_bytes(plan.disk_written_bytes), written),
     ]
 

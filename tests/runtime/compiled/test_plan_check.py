@@ -111,12 +111,17 @@ class Signs(torch.autograd.Function):
 
 
 def test_where_dynamo_itself_fails_a_line_says_where() -> None:
+    layer = nn.Linear(9, 8)
+
     def model(x: Tensor) -> Tensor:
         return Signs.apply(x)
 
     compiled = overspill.compile(model, budget="1GiB", store="host")
     with pytest.raises(UnsupportedError, match=r"test_plan_check\.py, line \d+"):
         compiled(torch.randn(4, 8, requires_grad=True))
+    # Of a batch of the wrong size too, it is the user's line, not that of the layer in torch.
+    with pytest.raises(UnplannedError, match=r"at test_plan_check\.py, line \d+"):
+        overspill.compile(lambda x: layer(x), budget="1GiB", store="host")(torch.randn(4, 8))  # noqa: PLW0108
 
 
 def test_what_a_part_without_a_plan_keeps_is_told_and_set_aside_from_the_second_step_on() -> None:

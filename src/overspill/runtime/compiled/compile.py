@@ -20,6 +20,7 @@ from overspill.core import Device
 from overspill.core.budget import Budget
 from overspill.core.errors import OverspillError, RequestError, UnplannedError, UnsupportedError
 from overspill.core.progress import shown_in_terminal, tell_terminal
+from overspill.core.user_code import last_place
 from overspill.costs import MeasuredTimes
 from overspill.policies import with_update
 from overspill.pytorch.dynamo import InternalTorchDynamoError, TorchRuntimeError
@@ -285,7 +286,8 @@ class _Call:
                 failed = re.search(r": got (\w+)\((['\"])(.+)\2\)$", what, re.MULTILINE)
                 if not in_user or (isinstance(error, TorchRuntimeError) and not failed):
                     raise
-                line = ", line ".join(re.findall(r'File "(.+)", line (\d+)', where)[-1])
+                places = re.findall(r'File "(.+)", line (\d+)', where)
+                line = last_place(places).strip(" ()") or ", line ".join(places[-1])
                 if failed:
                     raise UnplannedError(
                         f"{self._recipe.name} does not run on this batch: {failed[1]}: {failed[3]} (at {line})\n"
