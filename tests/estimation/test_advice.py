@@ -288,7 +288,7 @@ def test_what_to_do_next_says_where_each_line_goes() -> None:
 def test_estimates_show_the_first_five() -> None:
     made, all_of_it = found(6000)
     assert list(made.changes) == all_of_it[:5]
-    assert "What would help, the cheapest first" in made.explain()
+    assert "What would help: what fits, by cost, then what may" in made.explain()
     assert f'budget="{made.budget_bytes >> 20}MiB"' in made.explain()
     assert f"with memory to spare it takes {made.total_bytes}" not in made.explain()
 

@@ -208,7 +208,7 @@ def test_an_estimate_that_does_not_fit_says_what_would_help(estimated: Estimate)
     small = replace(estimated.device, memory_bytes=estimated.minimum_capacity_bytes - (1 << 20))
     page = page_of(estimated.on(small))
     assert page.verdict.good is False
-    assert page.sections[0].title == "What would help, the cheapest first"
+    assert page.sections[0].title == "What would help: what fits, by cost, then what may"
     assert estimate_page(estimated, asked=False).verdict.good is None
 
 

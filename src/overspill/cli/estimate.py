@@ -144,7 +144,7 @@ def estimate(
         asked = gpu is not None
         name = setting.device.name if asked else None
         answer = estimate_answer(request, made, gpu=name, within=within, stored=stored)
-        then = _next(made, job, asked=asked, is_over=is_over)
+        then = _next(made, job, asked=asked, is_over=is_over, is_stored=stored is not None)
         page = estimate_page(made, asked=asked, within=within, stored=stored, then=then)
         if snapshot is not None:
             made.save_snapshot(snapshot)
@@ -177,10 +177,10 @@ def _with_store(
     return with_disk(as_absent(setting.device, setting.software), options)
 
 
-def _next(made: Estimate, job: Job, *, asked: bool, is_over: bool) -> PasteLine | None:
+def _next(made: Estimate, job: Job, *, asked: bool, is_over: bool, is_stored: bool) -> PasteLine | None:
     """Return what to do after the estimate, as a line to paste; None for jobs that nothing else takes.
 
-    `is_over`: it needs more than it may.
+    `is_over`: it needs more than it may. `is_stored`: it has a store.
     """
     from overspill.report.page import PasteLine
 
@@ -188,6 +188,8 @@ def _next(made: Estimate, job: Job, *, asked: bool, is_over: bool) -> PasteLine 
         return None
     if not asked:
         return PasteLine(same_job("estimate", "--gpu", "rtx4090"), "Does it fit? Name your GPU (`overspill devices`):")
+    if is_stored:
+        return PasteLine(same_job("plan"), "What moves when, and what a step takes:")
     if is_over or not made.fits():
         return PasteLine(same_job("advise"), "What would make it fit, each change tried:")
     if job.optimizer is None or job.parallel is not None:

@@ -135,7 +135,7 @@ def changes_table(found: Sequence[Advice], *first: tuple[Cell, ...]) -> Table:
         Column("change"), Column("needs", Unit.BYTES), Column("takes", Unit.BYTES), Column("fits"),
         Column("step", Unit.SECONDS), Column("cost"),
     )  # fmt: skip
-    return Table("What would help, the cheapest first", columns, (*first, *map(_row, found)))
+    return Table("What would help: what fits, by cost, then what may", columns, (*first, *map(_row, found)))
 
 
 def _row(advice: Advice) -> tuple[Cell, ...]:

@@ -150,7 +150,7 @@ def _further(made: Estimate, within: Plan | InfeasibleBudgetError | None, *, ask
         yield _stages(made.stages, made.parallel.gpus)
     if asked and made.largest_batch is not None:
         more = " or more" if made.scaling is not None and made.largest_batch == made.scaling.most else ""
-        yield Figure("largest batch", f"{made.largest_batch}{more}", f"on {made.device.name}")
+        yield Figure("largest batch", f"{made.largest_batch or 'none'}{more}", f"on {made.device.name}")
     if not asked:
         yield Figure("fits on", f"{len(made.gpus)} GPUs", ", ".join(made.gpus) or "none that `overspill devices` lists")
     if (compiled := made.compiled) is not None:

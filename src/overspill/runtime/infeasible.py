@@ -45,8 +45,8 @@ def infeasible_for(
             instead = f"; parameters stay on the device: {why}{instead}"
         if f"at {REST} of" in error.cause:
             instead = (
-                "; it is set aside for the loss outside of the model: compute that inside, or say what it takes with "
-                "reserve="
+                "; the rest of it is set aside for the loss outside of the model: compute that inside, or say what it "
+                "takes with reserve="
             )
         would_do = f'budget="{size_enough(error.floor_bytes)}" would do'
         if whole_step:

@@ -52,6 +52,8 @@ from .transfer.registry import store_for
 CPU = torch.device("cpu")
 NARROW = 16
 """A largest batch is known to such a part of it."""
+NEARLY = 4
+"""A batch's step that takes so many times the time that it may take more is planned once more, with full effort."""
 C = TypeVar("C")
 R = TypeVar("R")
 
@@ -194,6 +196,9 @@ def largest_batch(
         tell(f"planning batch {batch}, to find the largest")
         try:
             with at_effort(FIRST_EFFORT):
+                plan = preview(replace(job, batch=batch), options, software)
+            # With more effort a plan that is nearly fast enough may be.
+            if plan.fits_device and most_slowdown < plan.slowdown < 1 + NEARLY * (most_slowdown - 1):
                 plan = preview(replace(job, batch=batch), options, software)
         except InfeasibleBudgetError:
             return False
