@@ -38,7 +38,7 @@ def test_the_report_of_a_recorded_run_shows_its_last_step_as_it_was_measured(ove
     assert done.code == 0, done.err
     page = Path("run.html").read_text(encoding="utf-8")
     assert '"name":"measured (step 2)"' in page
-    assert "but for those that say measured." in page
+    assert ", but for those that say measured" in page
     assert "the second step; the first plans and compiles" in page
 
 

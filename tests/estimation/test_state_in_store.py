@@ -48,6 +48,7 @@ def test_each_place_takes_about_what_the_plan_says(frozen: int, host: int, live:
     assert 0.4 * plan.tiers.disk_bytes < found.whole_step.staying_bytes < plan.tiers.disk_bytes
 
 
+@pytest.mark.short("on the host")
 @pytest.mark.parametrize("of", ["loop", "whole_step", "on the host"])
 def test_no_plan_takes_less_of_the_disk_though_activations_leave(of: str) -> None:
     model = nn.Sequential(*(one for _ in range(LAYERS) for one in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())))

@@ -120,6 +120,7 @@ def test_each_sample_has_the_image_tokens_that_the_model_makes_of_its_image(kind
         load(name, seq_len=tokens, **size)
 
 
+@pytest.mark.long
 def test_all_images_of_a_batch_count_though_a_model_looks_for_padding_among_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,5 +79,5 @@ def test_a_size_error_of_an_alias_names_the_alias() -> None:
 
 def test_without_transformers_bert_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(RequestError, match=r"pip install overspill\[bert\]"):
+    with pytest.raises(RequestError, match=r"pip install .*\[bert\]"):
         load("bert-base")

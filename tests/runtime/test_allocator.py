@@ -125,6 +125,7 @@ def gpu() -> Gpu:
     return Gpu(next(_unused))
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=40)
 @given(name=st.sampled_from(LIVE), seed=st.integers(0, 10**9), marks=st.booleans(), tight=st.booleans())
 def test_every_block_keeps_its_bytes_whatever_the_job_does(name: str, seed: int, marks: bool, tight: bool) -> None:

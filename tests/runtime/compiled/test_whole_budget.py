@@ -47,6 +47,7 @@ def test_optimizers_with_clipping(name: str, store: str) -> None:
     compare(loop, "35%", store)
 
 
+@pytest.mark.long
 def test_a_setting_that_turns_state_on_or_off_changes_between_steps() -> None:
     def loop(run: Run) -> None:
         _, compiled, optimizer = begin(run)

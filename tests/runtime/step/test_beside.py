@@ -53,6 +53,7 @@ def test_micro_batches_beside_one_another_have_the_bits_of_plain_accumulation(
     pair.assert_same()
 
 
+@pytest.mark.long
 def test_too_many_run_in_rounds_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("overspill.runtime.step.beside.MOST_OPS", 200)
     with at_effort(0.05):
@@ -79,6 +80,7 @@ class NoRoomAtFirst(HostStore):
         super().reserve(nbytes, tiers)
 
 
+@pytest.mark.long
 def test_without_room_in_the_store_they_run_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     store = NoRoomAtFirst()
     monkeypatch.setattr("overspill.runtime.transfer.ops.make_store", lambda *_: store)
