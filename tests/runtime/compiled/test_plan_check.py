@@ -547,10 +547,15 @@ def test_growing_steps_each_raise_a_share() -> None:
 def test_steps_of_one_size_are_planned_once_for_a_share() -> None:
     _, model = twins(lambda: Net(8, *[64] * 6, 8))
     compiled = overspill.compile(model, budget=0.9, store="host")
-    train(compiled, model, [64])
-    (plan,) = compiled.overspill.plans
-    train(compiled, model, [64] * 3 + [16])
-    assert compiled.overspill.plans[0] is plan
+    found: list[Any] = []
+
+    def around(_: int) -> Any:
+        found.append([*compiled.overspill.plans])
+        return contextlib.nullcontext()
+
+    train(compiled, model, [64] * 3 + [16] * 2, around)
+    (plan,) = found[2]  # from the second step on with the optimizer's update in it
+    assert found[-1][0] is plan
     assert budgets(compiled.overspill) == {plan.budget_bytes}
 
 
