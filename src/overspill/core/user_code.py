@@ -76,7 +76,8 @@ def model_raised(error: BaseException) -> str:
     """Return that a user's model raised `error`, with their last line and the layer that it passed."""
     frames = [*walk_tb(error.__traceback__)]
     place = last_place([(frame.f_code.co_filename, line) for frame, line in frames])
-    called = [frame.f_locals["self"] for frame, _ in frames if frame.f_code.co_name == "_call_impl"]
+    calls = (frame for frame, _ in frames if frame.f_code.co_name == "_call_impl")  # of modules; Dynamo has one too
+    called = [frame.f_locals["self"] for frame in calls if frame.f_globals["__name__"] == "torch.nn.modules.module"]
     return raised_by_model(named(error), place, _layer_among(called))
 
 
